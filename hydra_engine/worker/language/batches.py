@@ -55,10 +55,11 @@ def step_rows(
 ) -> StepRows:
     """Builds the rows of a plan with at least one row, whose chunks have at least one token each.
 
-    `slot_table` has the tokens that a plan made ahead lacks (-1) and the rotary deltas of decodes, whose requests own
-    their slots (`SlotTable.begin_step`; a benchmark may set `slot_table.owners[decodes.seq_slots] =
-    decodes.request_ids` instead). `rope` has the multimodal rotary positions of each chunk, `()` for a plan of decodes,
-    and is None where positions are 1-D.
+    `slot_table` has the tokens that a plan made ahead lacks (-1; on an asynchronous device they stay -1) and the rotary
+    deltas of decodes, whose requests own their slots (`SlotTable.begin_step`; a benchmark may set
+    `slot_table.owners[decodes.seq_slots] = decodes.request_ids` instead). `rope` has the multimodal rotary positions of
+    each chunk, `()` for a plan of decodes, and is None where positions are 1-D. Asserts that the plan has the blocks of
+    every context.
     """
     if plan.chunks:
         return _mixed_rows(plan, slot_table, block_size, rope)
@@ -76,7 +77,8 @@ def sent_input(
     scored: Scored | None = None,
     beside: Sequence[npt.NDArray[np.generic]] = (),
 ) -> tuple[LanguageInput, tuple[Tensor, ...]]:
-    """Sends `rows` and the arrays `beside` them to the device in one copy. Returns the input and those arrays."""
+    """Sends `rows` and the arrays `beside` them to the device in one copy. Returns the model's input, with the
+    attention and the recurrent states planned, and the device tensors of `beside`."""
     pieces = image_merges(plan, rows.cu_q, image_block_size)
     merges = tuple(np.concatenate(part) for part in zip(*pieces, strict=True))
     attention = ops.plan_attention(
@@ -130,6 +132,7 @@ def _one_each(num_rows: int) -> tuple[Int64s, BlockIds]:
 def _mixed_rows(
     plan: LanguagePlan, slot_table: SlotTable, block_size: int, rope: Sequence[PromptPositions] | None
 ) -> StepRows:
+    """Builds a step of decodes and at least one chunk. Parameters as in `step_rows`."""
     counts, starts = counts_of(plan), starts_of(plan)
     num_rows, num_decodes = plan.num_rows, len(plan.decodes)
     cu_q = np.zeros(num_rows + 1, dtype=np.int64)
@@ -164,7 +167,8 @@ def _mixed_rows(
 
 
 def _decode_positions(decodes: DecodeRows, slot_table: SlotTable, *, multimodal: bool) -> Int64s:
-    """Positions [B], or [3, B]: after the prompt they are equal on all axes."""
+    """Rotary positions of the decodes' tokens: [B], or if `multimodal` [3, B], shifted by each request's rotary delta
+    and equal on all axes, since they follow the prompt."""
     if not multimodal:
         return decodes.starts
     positions = np.empty((3, len(decodes)), dtype=np.int64)
@@ -173,7 +177,8 @@ def _decode_positions(decodes: DecodeRows, slot_table: SlotTable, *, multimodal:
 
 
 def _block_tables(plan: LanguagePlan, num_blocks: Int64s) -> BlockIds:
-    """Block tables [B, max blocks]. Entries after a row's context are 0 or further blocks of the row."""
+    """Block tables [B, max blocks]. `num_blocks`: blocks that each row's context needs; asserts that the plan has them.
+    Entries after a row's context are 0 or further blocks of the row."""
     width, num_decodes = int(num_blocks.max()), len(plan.decodes)
     given = plan.decodes.block_tables[:, :width]
     tables = np.zeros((plan.num_rows, width), dtype=np.int32)
@@ -188,8 +193,8 @@ def _block_tables(plan: LanguagePlan, num_blocks: Int64s) -> BlockIds:
 
 
 def image_merges(plan: LanguagePlan, cu_q: BlockIds, image_block_size: int) -> list[tuple[Int64s, Int64s]]:
-    """Merges of each picture in each chunk: (token rows of the step that take image features, their image cache
-    slots)."""
+    """Pairs (token rows of the step that take image features, their image cache slots), one pair per image slice of the
+    chunks."""
     merges: list[tuple[Int64s, Int64s]] = []
     for chunk, begin in zip(plan.chunks, cu_q[len(plan.decodes) : -1].tolist(), strict=True):
         for piece in chunk.images:

@@ -40,7 +40,7 @@ FAILED_EARLIER = RequestFailed("an earlier step of this request failed").info()
 
 class Pending:
     """A step of the lane whose result may be outstanding. The launch fills it; afterwards only `result` may be used.
-    `divided`: it runs on a partition of the device, and vision beside it has no limit."""
+    `divided`: the step runs on a partition of the device, so vision beside it has no time limit."""
 
     def __init__(self, order: StepOrder, plan: LanguagePlan, launched_s: float, *, divided: bool = False) -> None:
         self._order = order
@@ -51,7 +51,7 @@ class Pending:
         self.allowance_s = inf if divided else plan.vision_s
         self.vision_s = 0.0  # of the vision lane, beside this step
         self.deferred: list[int] = []
-        self.samples = Samples.none(plan.num_rows)  # as far as they are known
+        self.samples = Samples.none(plan.num_rows)  # complete once `read` has been called
         self.slot_owners: SlotOwners | None = None  # None: no step before it was in flight when it was launched
         self.resolved: LanguageResult | None = None
 
@@ -65,6 +65,7 @@ class Pending:
             self.samples.put(rows, outcome)
 
     def fail(self, rows: Sequence[int] | Int64s, error: ErrorInfo) -> None:
+        """Records the error for these rows of the plan."""
         self.samples.failures += [(int(row), error) for row in rows]
 
     def wait_for(self, fence: Fetch) -> None:
@@ -72,11 +73,13 @@ class Pending:
         self._fences.append(fence)
 
     def result(self) -> LanguageResult:
-        """Waits for the result. Raises BackendError if the device failed."""
+        """Waits for the result, and reads all earlier steps first. Thread-safe. Raises BackendError if the device
+        failed in this step or an earlier one."""
         return self._order.resolve(self)
 
     def read(self, slot_table: SlotTable) -> None:
-        """Waits for the device and completes `samples`. Steps must be read in order."""
+        """Waits for the device and completes `samples`: rows whose request failed in an earlier step fail too. Steps
+        must be read in order."""
         for rows, pending in self._pending:
             self.samples.put(rows, pending.read())
         for fence in self._fences:
@@ -92,8 +95,8 @@ class Pending:
 
 
 class StepOrder:
-    """The queue of steps in flight, oldest first. The gate's `begin` and `end` follow the oldest: on the device a step
-    begins when it is launched or, if that is later, when the one before it ends."""
+    """The queue of steps in flight, oldest first. The gate's `begin` and `end` are called for the oldest one: on the
+    device a step begins when it is launched or, if that is later, when the one before it ends."""
 
     def __init__(self, slot_table: SlotTable, clock: Clock, gate: Gate) -> None:
         self._slot_table = slot_table
@@ -106,13 +109,16 @@ class StepOrder:
         self._error: BackendError | None = None
 
     def add(self, pending: Pending) -> None:
-        """Appends the step; call it before any of its work is launched."""
+        """Appends the step, and begins it at the gate if no other is in flight. Call it before any work of the step is
+        launched."""
         with self._changing:
             self._steps.append(pending)
             if len(self._steps) == 1:
                 self._gate.begin(pending.allowance_s)
 
     def resolve(self, pending: Pending) -> LanguageResult:
+        """Reads the steps up to this one, in order, and returns its result. Thread-safe. Raises the BackendError of the
+        first step that failed to be read, for that step and all later ones."""
         with self._reading:
             while pending.resolved is None:
                 if self._error is not None:
@@ -121,6 +127,7 @@ class StepOrder:
             return pending.resolved
 
     def _resolve_next(self) -> None:
+        """Reads the oldest step, removes it and stores its result. The caller holds `_reading`."""
         step = self._steps[0]
         try:
             step.read(self._slot_table)
@@ -144,6 +151,7 @@ class StepOrder:
         )
 
     def _end(self, step: Pending) -> None:
+        """Removes the oldest step: ends it at the gate and begins the next one there."""
         with self._changing:
             self._steps.popleft()
             step.vision_s += self._gate.end()
@@ -153,8 +161,8 @@ class StepOrder:
 
 class LanguageLane:
     """The lane that runs language plans in order, in its own thread. `asynchronous`: a step is launched before the
-    previous one is read, and decode steps, and steps with prompts of at most `captured_tokens`, may be replayed. `run`
-    is called in the lane's threads."""
+    previous one is read, and decode steps, and steps with prompts of at most `captured_tokens` tokens, may be replayed.
+    `run` wraps every job, in the lane's threads."""
 
     captures = "language steps"
 
@@ -219,6 +227,7 @@ class LanguageLane:
 
     @property
     def warm_up_jobs(self) -> list[Job]:
+        """Dummy steps to run in the lane's thread, a prefill and a step of decodes."""
         return [partial(self._warm_up, decode=decode) for decode in (False, True)]
 
     def close(self) -> None:
@@ -228,8 +237,9 @@ class LanguageLane:
             self._readers.close()
 
     def launch(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> Pending:
-        """Launches a step, in the lane's thread, which is in inference mode. A request's content never makes it raise;
-        raises BackendError if the device failed. On an asynchronous device the result may still be outstanding."""
+        """Launches a step, in the lane's thread, which is in inference mode. `records[i]` belongs to `plan.chunks[i]`.
+        A request's content never makes it raise; raises BackendError if the device failed. On an asynchronous device
+        the result may still be outstanding."""
         partitions = self._device.partitions
         partitions.set_partition(plan.partition)
         pending = Pending(self._order, plan, self._clock.now(), divided=partitions.current() > 0)
@@ -240,6 +250,8 @@ class LanguageLane:
     # ---- rows that fail alone
 
     def _launch(self, pending: Pending, records: Sequence[WorkerRequest]) -> None:
+        """Launches the step's rows and fills `pending`, except rows that are deferred, and rows whose request failed
+        earlier, which fail."""
         plan, slot_table = pending.plan, self._slot_table
         slot_table.begin_step(plan, records)
         if self._readers is not None:
@@ -266,7 +278,8 @@ class LanguageLane:
         alone: bool = False,
     ) -> None:
         """Runs `plan`, whose row i is row `rows[i]` of the step; if it raises, row by row. A single row that ran out of
-        memory is retried once, after memory has been released."""
+        memory is retried once, after memory has been released. `alone`: a retry of one row, which fails if it raises
+        again."""
         if not len(rows):
             return
         outcome = run_guarded_step(
@@ -285,7 +298,8 @@ class LanguageLane:
 
 
 def _graph_sizes(config: EngineConfig) -> tuple[int, ...]:
-    """Rows of the decode graphs, ascending, at most the rows of a step."""
+    """Rows of the decode graphs, ascending, at most the rows of a step. Warns about configured sizes that are
+    larger."""
     most = config.scheduler.max_running_requests
     if not config.cuda_graph_sizes:
         return default_sizes(most)

@@ -51,8 +51,9 @@ _MAX_PENDING = 8  # more than are in flight, so that reading the oldest is no wa
 
 
 class TokenHistory:
-    """The tokens of a request's prompt and output, for penalties and grammars. Records the rows of its steps; for
-    tokens on a device, functions that fetch them. Only for the language lane's thread."""
+    """The tokens of a request's output, in order and counted, and the distinct ones of its prompt, for penalties and
+    grammars. Tokens that are still on the device are expected as functions that fetch them. Only for the language
+    lane's thread."""
 
     __slots__ = ("_next_position", "_pending", "is_broken", "output_counts", "output_ids", "prompt_ids")
 
@@ -65,8 +66,8 @@ class TokenHistory:
         self._next_position = len(prompt_token_ids)
 
     def record(self, start: int, token_ids: Sequence[int]) -> None:
-        """Records tokens at positions [start, start + len). Positions that were recorded before (a step run again, a
-        preempted request that is prefilled again) are skipped."""
+        """Records output tokens at positions [start, start + len) of the text. Positions that were recorded before, or
+        belong to the prompt (a step run again, a preempted request that is prefilled again), are skipped."""
         end = start + len(token_ids)
         if end <= self._next_position:
             return
@@ -77,17 +78,19 @@ class TokenHistory:
 
     def expect(self, position: int, read: Callable[[], int]) -> None:
         """Announces a token at `position` that is still on the device. `read` waits for it and returns it; a negative
-        one means that its row failed."""
+        one means that its row failed. Reads the oldest expected token if there are more than _MAX_PENDING."""
         self._pending.append((position, read))
         if len(self._pending) > _MAX_PENDING:
             self._read_next()
 
     def resolve(self) -> None:
-        """Waits for the expected tokens. Raises what `read` raises."""
+        """Waits for the expected tokens and records them; none from the first one on whose row failed (`is_broken`).
+        Raises what their `read` raises."""
         while self._pending:
             self._read_next()
 
     def _read_next(self) -> None:
+        """Waits for the oldest expected token and records it, unless its row or an earlier one failed."""
         position, read = self._pending[0]
         token = read()
         self._pending.popleft()
@@ -100,23 +103,24 @@ class Constraint(Protocol):
     """A grammar and the position of one request in it."""
 
     def allowed(self, output_ids: Sequence[int]) -> Mask:
-        """Tokens that may follow the output, of those that the tokenizer knows; includes end-of-sequence if the text is
-        complete. May be called again. Raises HydraError if the output violates the grammar."""
+        """Mask of the tokens that may follow the output, of those that the tokenizer knows; includes end-of-sequence if
+        the text is complete. May be called again for the same output. Raises HydraError if the output violates the
+        grammar."""
         ...
 
     def prepare(self, output_ids: Sequence[int]) -> None:
-        """Computes the next result of `allowed` ahead. Raises the same errors."""
+        """Computes the result of the next `allowed`, for the same output, ahead. Raises the same errors."""
         ...
 
     @property
     def max_mask_s(self) -> float:
-        """The longest processor time, in seconds, that `allowed` has taken so far."""
+        """The longest processor time, in seconds, that a mask of this grammar has taken so far, for any request."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingState:
-    """Sampling parameters and state of a request. `history`: None without penalties and grammar."""
+    """Sampling parameters and state of a request. `history`: None if it has neither penalties nor a grammar."""
 
     params: SamplingParams
     seed: int
@@ -127,11 +131,11 @@ class SamplingState:
     biases: tuple[Ids, Scores] | None = None  # token ids and what is added to their logits
     allowed_ids: Ids | None = None  # None: all
     rules: TokenRules = NO_RULES
-    num_last: int = NO_FAST_PATH  # tokens before the last one that the request may generate
+    num_last: int = NO_FAST_PATH  # max_new_tokens - 1
 
     @classmethod
     def from_request(cls, request: Request, constraint: Constraint | None = None) -> SamplingState:
-        """The state of a request at its start or resumption. `constraint`: of its grammar, if it has one."""
+        """The state of a request at its start or resumption. `constraint`: that of its grammar, if it has one."""
         params = request.sampling
         history = TokenHistory(request.prompt_token_ids) if params.needs_history else None
         if history is not None:
@@ -150,25 +154,28 @@ class SamplingState:
 
     @property
     def fast_path_from(self) -> int:
-        """Number of generated tokens from which on filters and a draw choose the token and nothing else is returned."""
+        """Number of generated tokens from which on the request is on the fast path: filters and a draw alone choose its
+        tokens, and nothing but them is returned. NO_FAST_PATH: never."""
         chosen = self.biases is not None or self.allowed_ids is not None or self.history is not None
         if self.params.logprobs is not None or chosen or self.rules.never or self.rules.last:
             return NO_FAST_PATH
         return max(self.params.min_tokens if self.ending_ids else 0, 1 if self.rules.not_first else 0)
 
     def unwanted(self, num_generated: int) -> tuple[int, ...]:
-        """Token ids that must not be sampled next, by `min_tokens` and the model's rules."""
+        """Token ids that must not be sampled after `num_generated` tokens, by `min_tokens` and the model's rules."""
         early = self.ending_ids if num_generated < self.params.min_tokens else ()
         return (*early, *self.rules.never, *(self.rules.not_first if num_generated == 0 else ()))
 
     def forced(self, num_generated: int) -> tuple[int, ...]:
-        """Tokens of which one must be the next; empty if any may be."""
+        """Token ids of which one must be sampled after `num_generated` tokens: those that the model's rules demand as
+        the last one. Empty if any may be."""
         return self.rules.last if num_generated == self.num_last else ()
 
 
 def allowed_tokens(state: SamplingState, num_generated: int, size: int) -> Mask | None:
-    """The mask [size] of allowed tokens, at least one of them; None: all. Raises InvalidRequest if none is left, and
-    the errors of the grammar."""
+    """The mask [size] of tokens that may be sampled after `num_generated` tokens; None: all. With a grammar the other
+    rules apply as far as they leave a token, and those for the last token do not apply. Raises InvalidRequest if no
+    token is left, and the errors of the grammar."""
     params = state.params
     if state.constraint is not None:
         return _in_grammar(state, state.constraint, num_generated, size)
@@ -187,8 +194,9 @@ def allowed_tokens(state: SamplingState, num_generated: int, size: int) -> Mask 
 
 
 def _in_grammar(state: SamplingState, constraint: Constraint, num_generated: int, size: int) -> Mask:
-    """Mask [V] of tokens that the grammar and the other parameters allow. Those cannot forbid the end of a text that is
-    complete and has no other continuation."""
+    """Mask [size] of tokens that the grammar and the other parameters allow. If they leave none, unwanted tokens
+    (`min_tokens`, `ignore_eos`, the model's rules) are allowed after all; if `allowed_token_ids` leave none either, the
+    end of a complete text is. Raises InvalidRequest if there is no token even so, and the errors of the grammar."""
     params, history = state.params, state.history
     assert history is not None and len(history.output_ids) == num_generated, "a row is sampled without its tokens"
     allowed = constraint.allowed(history.output_ids)
@@ -210,6 +218,7 @@ def _in_grammar(state: SamplingState, constraint: Constraint, num_generated: int
 
 
 def _only(token_ids: Sequence[int] | Ids, size: int) -> Mask:
+    """Mask [size] of these tokens. Ids from `size` on are ignored."""
     mask = np.zeros(size, dtype=np.bool_)
     ids = np.asarray(token_ids, dtype=np.int64)
     mask[ids[ids < size]] = True
@@ -217,6 +226,7 @@ def _only(token_ids: Sequence[int] | Ids, size: int) -> Mask:
 
 
 def _any_but(token_ids: Sequence[int], size: int) -> Mask:
+    """Mask [size] of all tokens but these."""
     return ~_only(token_ids, size)
 
 
@@ -241,13 +251,14 @@ class SamplingArrays(NamedTuple):
     numbers: _Floats
 
     def rows(self, index: Int64s) -> SamplingArrays:
+        """The parameters of the rows at `index`."""
         temperatures, top_k, top_p, min_p, numbers = self
         return SamplingArrays(temperatures[index], top_k[index], top_p[index], min_p[index], numbers[index])
 
 
 class SlotSampling:
     """Temperatures, filters and seeds by sequence slot. Rows of slots without a request get a token too, which is not
-    used. `dtype` of the numbers: float64 where the ops compute with it."""
+    used. `dtype` of the floats: float64 where the ops compute with it."""
 
     def __init__(self, num_seq_slots: int, dtype: type[np.floating] = np.float32) -> None:
         self._dtype = dtype
@@ -258,6 +269,7 @@ class SlotSampling:
         self._states: _States = np.zeros(num_seq_slots, dtype=np.uint64)  # start states of the seeds' generators
 
     def assign(self, seq_slot: int, state: SamplingState) -> None:
+        """Sets the slot's entries to a request's parameters."""
         params = state.params
         self.temperatures[seq_slot] = 0.0 if params.greedy else max(params.temperature, _MIN_TEMPERATURE)
         self._top_k[seq_slot] = min(max(params.top_k, 0), _MAX_TOP_K)
@@ -266,6 +278,8 @@ class SlotSampling:
         self._states[seq_slot] = seed_states([state.seed])[0]
 
     def arrays(self, seq_slots: Int64s, num_generated: Int64s) -> SamplingArrays:
+        """Parameters of rows in these slots, and the random number of each row's token, whose counter is
+        `num_generated`. Numbers are 0 if all rows are greedy."""
         temperatures = self.temperatures[seq_slots]
         if temperatures.any():
             numbers: _Floats = draw_numbers(self._states[seq_slots], num_generated).astype(self._dtype)
@@ -304,8 +318,8 @@ _SHORT = 6  # columns of int32
 
 
 class SpecialColumns(NamedTuple, Generic[_Column]):
-    """The columns of a step's sampling rows, [B] each, int32 except the first: see `Adjustments`. They share one array
-    of WORDS * B words of 8 bytes."""
+    """Parameters of a step's sampling rows beyond filters, as columns for `Adjustments` and `Ops.score_tokens`: int32
+    [B], except `penalties`. They share one array of WORDS * B words of 8 bytes."""
 
     penalties: _Column  # [B, 3] float64
     bias_begins: _Column
@@ -313,7 +327,7 @@ class SpecialColumns(NamedTuple, Generic[_Column]):
     counted: _Column
     increments: _Column  # of the count of the row's new token
     masked: _Column
-    num_top: _Column  # log probabilities beside the token's own, -1: none at all
+    num_top: _Column  # top log probabilities beside the token's own; -1: none, nor its own
 
 
 def special_columns(packed: Any, size: int, int32: Any, float64: Any) -> SpecialColumns[Any]:
@@ -325,7 +339,7 @@ def special_columns(packed: Any, size: int, int32: Any, float64: Any) -> Special
 
 @lru_cache(maxsize=64)
 def _blank(size: int) -> Int64s:
-    """Columns of rows without special parameters. Shared by calls: read only."""
+    """Packed columns of `size` rows without special parameters. Shared by calls: read only."""
     packed = np.zeros(WORDS * size, dtype=np.int64)
     columns = special_columns(packed, size, np.int32, np.float64)
     columns.penalties[:] = _NO_PENALTY
@@ -334,7 +348,8 @@ def _blank(size: int) -> Int64s:
 
 
 class SpecialArrays(NamedTuple):
-    """Host arrays that a step sends for its special rows."""
+    """Host arrays of a step's special rows. B counts all rows of the arrays; those that are not special have no effect.
+    All but `num_top`, which `packed` contains, are sent."""
 
     packed: Int64s  # of `SpecialColumns`
     bias_ids: _Words
@@ -346,7 +361,7 @@ class SpecialArrays(NamedTuple):
 
     @property
     def adjusts(self) -> bool:
-        """True if any row is drawn from other logits than the model's."""
+        """True if any row is drawn from other logits than the model's: it has penalties, biases or a mask."""
         return self.penalises or len(self.bias_ids) > 0 or len(self.masks) > 0
 
     @property
@@ -356,18 +371,20 @@ class SpecialArrays(NamedTuple):
 
     @property
     def computes(self) -> bool:
-        """True if other numbers follow from logits, which float32 would round; masks alone change none."""
+        """True if any row has log probabilities, penalties or biases: numbers computed from logits, which float32 would
+        round. Masks alone compute none."""
         return self.scores or self.penalises or len(self.bias_ids) > 0
 
     @classmethod
     def blank(cls, size: int, vocabulary: int) -> SpecialArrays:
+        """Arrays of `size` rows none of which is special."""
         masks = np.empty((0, -(-vocabulary // 32)), dtype=np.int32)
         none = np.full(size, -1, dtype=np.int32)
         return cls(_blank(size).copy(), np.empty(0, np.int32), np.empty(0, np.float64), masks, none)
 
 
 class Recounts(NamedTuple):
-    """New token counts of some slots."""
+    """New token counts of some slots; counts that are not listed become 0."""
 
     seq_slots: Int64s  # [n]
     places: Int64s  # [m] slot * V + token
@@ -387,6 +404,7 @@ class SlotSpecials:
         self._masks: dict[int, tuple[tuple[bool, ...], _Words]] = {}
 
     def assign(self, seq_slot: int, state: SamplingState) -> None:
+        """Sets the slot's entries to a request's parameters."""
         params = state.params
         self._penalties[seq_slot] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
         self._penalised[seq_slot] = params.penalises
@@ -396,9 +414,12 @@ class SlotSpecials:
         self._masks.pop(seq_slot, None)
 
     def num_biases(self, seq_slots: Int64s) -> int:
+        """Number of biases of all these slots together."""
         return int(self._num_biases[seq_slots].sum())
 
     def history(self, seq_slot: int) -> TokenHistory | None:
+        """The token history of the slot's request; None without a request, or if it has neither penalties nor a
+        grammar."""
         state = self._states[seq_slot]
         return None if state is None else state.history
 
@@ -406,7 +427,8 @@ class SlotSpecials:
         self, rows: Int64s, seq_slots: Int64s, num_generated: Int64s, size: int, vocabulary: int
     ) -> SpecialArrays:
         """Builds the host arrays of a step with `size` sampling rows. `rows`: indices of the special ones, to which
-        `seq_slots` and `num_generated` belong. Waits for the last token of requests with a grammar."""
+        `seq_slots` and `num_generated` belong. Waits for the last token of requests with a grammar. A row whose mask
+        cannot be made is in `failures`. Raises BackendError if the device failed."""
         packed = _blank(size).copy()
         columns: SpecialColumns[Any] = special_columns(packed, size, np.int32, np.float64)
         penalised = self._penalised[seq_slots]
@@ -438,7 +460,9 @@ class SlotSpecials:
         return SpecialArrays(packed, ids, values, every, columns.num_top, bool(penalised.any()), tuple(failures))
 
     def _mask(self, seq_slot: int, state: SamplingState, num_generated: int, vocabulary: int) -> _Words | None:
-        """The mask of allowed tokens as bits, [ceil(V / 32)]; None: all are allowed, also if the request has failed."""
+        """The mask of allowed tokens as bits, [ceil(V / 32)]; None: all are allowed, also if an earlier row of the
+        request failed. With a grammar, waits for the request's tokens; other masks are kept until a rule begins or ends
+        to apply. Raises what `allowed_tokens` raises."""
         if state.constraint is not None:
             assert state.history is not None
             state.history.resolve()
@@ -457,7 +481,8 @@ class SlotSpecials:
         return self._masks[seq_slot][1]
 
     def recounts(self, seq_slots: Int64s, vocabulary: int) -> Recounts | None:
-        """Counts all tokens so far of the slots whose requests have penalties; None if no slot has."""
+        """Counts all tokens so far of the slots whose requests have penalties; None if no slot has. Waits for tokens
+        that are still on the device."""
         penalised = seq_slots[self._penalised[seq_slots]]
         if not penalised.size:
             return None
@@ -477,6 +502,7 @@ class SlotSpecials:
 
 
 def _bits(mask: npt.NDArray[np.bool_]) -> _Words:
+    """The mask [V] as bits of int32 words, [ceil(V / 32)], the lowest bit first."""
     packed = np.zeros(-(-len(mask) // 32) * 4, dtype=np.uint8)
     bits = np.packbits(mask, bitorder="little")
     packed[: len(bits)] = bits
@@ -495,6 +521,7 @@ class SpecialTensors(NamedTuple):
     def from_packed(
         cls, packed: Tensor, size: int, bias_ids: Tensor, bias_values: Tensor, masks: Tensor
     ) -> SpecialTensors:
+        """The tensors of `size` rows, whose columns are views of `packed`, int64 [WORDS * size]."""
         return cls(special_columns(packed, size, torch.int32, torch.float64), bias_ids, bias_values, masks)
 
 
@@ -510,15 +537,16 @@ class SampledRows(NamedTuple):
 def sample_special(
     ops: Ops, logits: Tensor, sampling: SamplingTensors, special: SpecialTensors, counts: Tensor
 ) -> SampledRows:
-    """Samples and scores all rows of logits [B, V]. `counts` [slots, V] as in `Adjustments`, by sequence slot. Computes
-    with the dtype of `sampling`."""
+    """Samples all rows of logits [B, V] with their adjustments, and scores the tokens by the logits as given. `counts`
+    [slots, V] as in `Adjustments`, by sequence slot; they are not changed. Computes with the dtype of `sampling`."""
     logits = logits.to(sampling.temperatures.dtype)
     tokens, finite = ops.sample(adjust_special(ops, logits, special, counts), sampling)
     return SampledRows(tokens, finite, *ops.score_tokens(logits, tokens, special.columns.num_top, MAX_LOGPROBS))
 
 
 def adjust_special(ops: Ops, logits: Tensor, special: SpecialTensors, counts: Tensor) -> Tensor:
-    """`Ops.adjust_logits` with the adjustments of special rows."""
+    """Returns logits [B, V] with the biases, penalties and masks of special rows, as a new tensor
+    (`Ops.adjust_logits`)."""
     columns = special.columns
     return ops.adjust_logits(
         logits,
@@ -556,8 +584,8 @@ def finite_rows(logits: Logits) -> npt.NDArray[np.bool_]:
 
 
 def token_logprobs(raw: Scores, token: int, num_top: int) -> TokenLogprobs:
-    """Log probabilities under the model's own distribution. Rank and top list order tokens by (logprob descending, id
-    ascending)."""
+    """Log probabilities of `token` and of the `num_top` best tokens by raw logits [V], before any adjustment. Rank and
+    top list order tokens by (logprob descending, id ascending)."""
     largest = raw.max()
     log_total = largest + np.log(np.exp(raw - largest).sum())
     value = raw[token]

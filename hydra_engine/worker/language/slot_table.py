@@ -48,13 +48,15 @@ def counts_of(plan: LanguagePlan) -> Int64s:
 
 
 def _column(decodes: Int64s, chunks: Sequence[int]) -> Int64s:
+    """Values of the decodes, then of the chunks; without chunks the plan's own array, not to be changed."""
     return np.concatenate((decodes, np.array(chunks, dtype=np.int64))) if chunks else decodes
 
 
 def part_of(
     plan: LanguagePlan, records: Sequence[WorkerRequest], rows: Int64s
 ) -> tuple[LanguagePlan, list[WorkerRequest]]:
-    """Returns a plan with only these rows, and the records of its chunks. `rows` ascend."""
+    """Returns a plan with only these rows, and the records of its chunks. `records[i]` belongs to `plan.chunks[i]`;
+    `rows` ascend."""
     decodes, first = plan.decodes, len(plan.decodes)
     among = rows[rows < first]
     chunks = (rows[rows >= first] - first).tolist()
@@ -71,6 +73,7 @@ def part_of(
 
 
 def lacks_one_token(chunk: ChunkRow) -> bool:
+    """True for a chunk that does the work of a decode: its only token is the latest generated one, and it samples."""
     return chunk.sample and len(chunk.token_ids) == 1 and chunk.num_generated > 0
 
 
@@ -80,28 +83,29 @@ _NEVER = -1
 
 
 class SlotOwners(NamedTuple):
-    """The slots of a step's rows, [num_rows] each."""
+    """Snapshot in step number `step`: the sequence slot of each row, and since when the row's request owns it,
+    [num_rows] each."""
 
     step: int
     seq_slots: Int64s
-    since: Int64s  # step since which the request owns the slot; later than `step`: another request owns it
+    since: Int64s  # step in which the request got the slot or restarted; `step` + 1: another request owns it
 
 
 class SamplingRows(NamedTuple):
-    """The rows of a plan that sample, in order."""
+    """The rows of a plan that sample, in order. Special rows have biases, penalties, masks or log probabilities."""
 
     rows: Int64s  # [B'] row of the plan
     seq_slots: Int64s  # [B']
     num_generated: Int64s  # [B']
-    special: Int64s  # indices of rows off the fast path, ascending; see `SlotTable.fast_path_from`
+    special: Int64s  # indices into these arrays, ascending: rows that have generated fewer tokens than `fast_path_from`
 
 
 class SlotTable:
     """The state of running requests, in arrays with one entry per sequence slot, and their last tokens on `device`.
 
-    A request owns its slot from the step `since`; restarting a request resets `since`. Steps are numbered from 1.
-    `asynchronous`: decodes that take their token from the device keep token -1 on the host (`resolve`); padding rows
-    have a slot of their own, after all others.
+    A request owns its slot from step number `since` on; a restart of the request resets `since`. Steps are numbered
+    from 1. `asynchronous`: decodes that take their token from the device keep token -1 on the host (`resolve`); padding
+    rows have a slot of their own, after all others. Only for the lane's thread, except `fail` and `failed`.
     """
 
     def __init__(self, num_seq_slots: int, device: torch.device = _HOST, *, asynchronous: bool = False) -> None:
@@ -121,7 +125,7 @@ class SlotTable:
         self._requests: list[Request | None] = [None] * num_seq_slots
         self._sampling_states: list[SamplingState | None] = [None] * num_seq_slots
         self._constrained: npt.NDArray[np.bool_] = np.zeros(num_seq_slots, dtype=np.bool_)  # has a grammar
-        self._deferred_at: Int64s = np.full(num_seq_slots, _NEVER, dtype=np.int64)  # position of a row that was
+        self._deferred_at: Int64s = np.full(num_seq_slots, _NEVER, dtype=np.int64)  # position of its deferred row
         self._lock = threading.Lock()  # for what follows
         self._any_failed = False
         self._failed_in: Int64s = np.full(num_seq_slots, _NEVER, dtype=np.int64)  # the first step in which a row failed
@@ -129,7 +133,9 @@ class SlotTable:
     # ---- owners
 
     def begin_step(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> None:
-        """Begins a step: assigns slots to the requests of its chunks. `records[i]` belongs to `plan.chunks[i]`."""
+        """Begins the next step: gives the slots of the plan's chunks to their requests, with their sampling parameters.
+        `records[i]` belongs to `plan.chunks[i]`. With a new owner, or a chunk at position 0, the slot has no token, and
+        earlier failures no longer count."""
         self.step += 1
         for chunk, record in zip(plan.chunks, records, strict=True):
             seq_slot, state = chunk.seq_slot, record.sampling_state
@@ -150,16 +156,17 @@ class SlotTable:
             self.sampling.assign(seq_slot, state)
             self.specials.assign(seq_slot, state)
 
-    # ---- rows that failed: rows of their requests that were planned ahead have nothing to go on from
+    # ---- rows that failed: later rows of their requests, planned ahead, have no token to start from
 
     def slot_owners(self, plan: LanguagePlan) -> SlotOwners:
-        """The current owners of the plan's rows."""
+        """Snapshot of who owns the slots of the plan's rows in the current step."""
         seq_slots = seq_slots_of(plan)
         owned = self.owners[seq_slots] == request_ids_of(plan)
         return SlotOwners(self.step, seq_slots, np.where(owned, self.since[seq_slots], self.step + 1))
 
     def fail(self, slot_owners: SlotOwners, rows: Sequence[int]) -> None:
-        """Records failed rows, except rows whose request no longer owns the slot. Thread-safe."""
+        """Records that these rows failed in step `slot_owners.step`; of a request, the earliest failed step is kept.
+        Ignores rows whose request did not own the slot then. Thread-safe."""
         step, seq_slots, since = slot_owners.step, slot_owners.seq_slots[rows], slot_owners.since[rows]
         with self._lock:
             before = self._failed_in[seq_slots]
@@ -168,11 +175,13 @@ class SlotTable:
             self._any_failed = True
 
     def failed_rows(self, plan: LanguagePlan) -> list[int]:
-        """`failed` for the current step. Call `begin_step` first."""
+        """Rows of the current step's plan whose request failed in an earlier step, ascending. Call `begin_step`
+        first."""
         return self.failed(self.slot_owners(plan)) if self._any_failed else []
 
     def failed(self, slot_owners: SlotOwners) -> list[int]:
-        """Rows, ascending, whose request had a failed row in an earlier step that was recorded. Thread-safe."""
+        """Rows, ascending, whose request has a recorded failure in an earlier step, since it last started.
+        Thread-safe."""
         if not self._any_failed:
             return []
         with self._lock:
@@ -180,24 +189,26 @@ class SlotTable:
         rows: list[int] = np.flatnonzero((before >= slot_owners.since) & (before < slot_owners.step)).tolist()
         return rows
 
-    # ---- rows that were deferred: those planned behind them have nothing to go on from either
+    # ---- rows that were deferred: later rows of their requests have no token to start from either
 
     def defer(self, plan: LanguagePlan, rows: Sequence[int]) -> None:
-        """Records that these rows of the plan are left to a later step, and that all others are computed. No earlier
-        row of their requests may be in flight."""
+        """Records that `rows` of the plan are deferred to a later step, and ends the deferral of the plan's other rows
+        that begin at their deferred position, since those are computed. No earlier row of the requests of `rows` may be
+        in flight."""
         seq_slots, starts = seq_slots_of(plan), starts_of(plan)
         self._deferred_at[seq_slots[self._deferred_at[seq_slots] == starts]] = _NEVER
         self._deferred_at[seq_slots[rows]] = starts[rows]
 
     def after_deferred(self, plan: LanguagePlan) -> list[int]:
-        """Rows, ascending, that were planned after a deferred row of their request."""
+        """Decode rows, ascending, whose request has a deferred row at another position: they were planned after it, and
+        their token is not known."""
         at = self._deferred_at[plan.decodes.seq_slots]
         rows: list[int] = np.flatnonzero((at != _NEVER) & (at != plan.decodes.starts)).tolist()
         return rows
 
     def deferrable(self, plan: LanguagePlan) -> list[int]:
-        """Rows, ascending, of requests with a grammar that compute a single token: decodes, and chunks that only lack
-        the last token."""
+        """Rows, ascending, of requests with a grammar that compute a single token: decodes, and chunks for which
+        `lacks_one_token` holds."""
         if not np.count_nonzero(self._constrained):
             return []
         rows: list[int] = np.flatnonzero(self._constrained[seq_slots_of(plan)]).tolist()
@@ -205,18 +216,20 @@ class SlotTable:
         return [row for row in rows if row < first or lacks_one_token(plan.chunks[row - first])]
 
     def requests(self, plan: LanguagePlan) -> Iterator[Request]:
-        """Yields the requests of the plan's rows."""
+        """Yields the request in the slot of each row; skips empty slots."""
         for seq_slot in seq_slots_of(plan).tolist():
             request = self._requests[seq_slot]
             if request is not None:
                 yield request
 
     def request(self, seq_slot: int) -> Request:
+        """The request that last began in the slot. Asserts that there is one."""
         request = self._requests[seq_slot]
         assert request is not None, f"slot {seq_slot} has no request"
         return request
 
     def sampling_state(self, seq_slot: int) -> SamplingState:
+        """The sampling state of the request that last began in the slot. Asserts that there is one."""
         state = self._sampling_states[seq_slot]
         assert state is not None, f"slot {seq_slot} has no request"
         return state
@@ -224,8 +237,9 @@ class SlotTable:
     # ---- tokens
 
     def tokens(self, decodes: DecodeRows) -> Int64s:
-        """Tokens of the rows, [B]: those of the plan, and the last sampled ones where it has -1; on an asynchronous
-        device -1 stays. Asserts that the decodes' requests own their slots."""
+        """Token ids of the rows, [B]: the plan's, with -1 replaced by the slot's last token; on an asynchronous device
+        -1 stays. May be the plan's own array. Asserts that the requests own their slots, and that a token was sampled
+        where the plan has -1."""
         # Plans share the array of slots while the same requests decode, so an array that was checked is skipped.
         if decodes.seq_slots is not self._checked:
             owned = self.owners[decodes.seq_slots] == decodes.request_ids
@@ -257,7 +271,8 @@ class SlotTable:
         self._has_token[seq_slots] = True
 
     def put(self, seq_slots: Int64s, token_ids: Int64s) -> None:
-        """Does what `write` and `written` do, on a synchronous device."""
+        """Stores the slots' last tokens from host arrays and records them as `written` does. Only for a synchronous
+        device."""
         self.last_tokens.numpy()[seq_slots] = token_ids
         self._has_token[seq_slots] = True
 
@@ -287,6 +302,7 @@ class SlotTable:
     # ---- sampling
 
     def sampling_rows(self, plan: LanguagePlan) -> SamplingRows:
+        """The rows of the plan that sample: all decodes, and the chunks with `sample`."""
         decodes, first = plan.decodes, len(plan.decodes)
         rows, seq_slots, num_generated = np.arange(first), decodes.seq_slots, decodes.num_generated
         sampling = [(first + i, chunk) for i, chunk in enumerate(plan.chunks) if chunk.sample]
@@ -299,13 +315,15 @@ class SlotTable:
         return SamplingRows(rows, seq_slots, num_generated, special)
 
     def is_greedy(self, sampling: SamplingRows) -> bool:
-        """True if every row takes its largest logit."""
+        """True if every row takes its largest logit and none is special (biases, penalties, masks, log
+        probabilities)."""
         drawn = np.count_nonzero(self.sampling.temperatures[sampling.seq_slots])
         return not drawn and not sampling.special.size
 
 
 class StateTable:
-    """The state slots of running requests: sequence slot s has the cache's state slots 2 s and 2 s + 1."""
+    """The recurrent states of running requests. Sequence slot s has the cache's state slots 2 s and 2 s + 1: a step
+    reads one and writes the other, and `advance` swaps them."""
 
     def __init__(self, cache: StateCache) -> None:
         self.cache = cache
@@ -314,7 +332,8 @@ class StateTable:
         self._num_tokens: Int64s = np.zeros(num_seq_slots, dtype=np.int64)  # that the state has seen
 
     def rows(self, plan: LanguagePlan) -> StateRows:
-        """State slots that each row reads and writes. A row that begins at position 0 reads none."""
+        """State slots that each row reads and writes, in host tensors. A row that begins at position 0 reads none.
+        Asserts that each state has seen exactly the tokens before its row."""
         seq_slots, starts = seq_slots_of(plan), starts_of(plan)
         seen = np.where(starts > 0, self._num_tokens[seq_slots], 0)
         wrong = np.flatnonzero(seen != starts)

@@ -50,7 +50,7 @@ _NO_TOKEN: Int64s = np.array([-1])
 
 @dataclass(slots=True)
 class Samples:
-    """The outcome of a plan's rows, as in `LanguageResult`."""
+    """The outcome of a plan's rows, with row numbers as in `LanguageResult`."""
 
     token_ids: Int64s  # [num_rows], -1: none
     logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
@@ -59,6 +59,7 @@ class Samples:
 
     @classmethod
     def none(cls, num_rows: int) -> Samples:
+        """Samples in which no row has a token."""
         return cls(_NO_TOKEN.repeat(num_rows))
 
     def put(self, rows: Int64s, part: Samples) -> None:
@@ -69,7 +70,7 @@ class Samples:
         self.scores += [(int(rows[i]), scores) for i, scores in part.scores]
 
     def drop(self, rows: Sequence[int]) -> None:
-        """Discards the outcome of these rows."""
+        """Discards tokens, log probabilities, failures and scores of these rows."""
         self.token_ids[rows] = -1
         self.logprobs = [(row, logprobs) for row, logprobs in self.logprobs if row not in rows]
         self.failures = [(row, error) for row, error in self.failures if row not in rows]
@@ -77,7 +78,8 @@ class Samples:
 
 
 class PromptScoring:
-    """The scored chunks of one run of a step; a step that is run again needs a new one."""
+    """Log probabilities of the prompt tokens that follow the positions of a step's scored chunks, collected while the
+    model runs. For one run: a step that is run again needs a new one."""
 
     def __init__(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> None:
         self._rows: list[int] = []  # of the step's tokens
@@ -102,12 +104,13 @@ class PromptScoring:
         return cls(plan, records) if any(chunk.scored for chunk in plan.chunks) else None
 
     def wanted(self, device: Device) -> Scored:
+        """The rows whose logits the model must pass to this scoring, sent to the device."""
         (rows,) = device.send((np.array(self._rows, dtype=np.int64),))
         return Scored(rows, self._take)
 
     def put(self, samples: Samples) -> None:
-        """Adds the scores to `samples`. A chunk with logits that are not finite fails, and its sampled token is
-        discarded."""
+        """Adds the scores to `samples`, after the forward. A chunk with logits that are not finite fails, and its
+        sampled token is discarded. Asserts that the model passed the logits of all rows."""
         assert self._num_taken == len(self._rows), "the model left out scored rows"
         for row, logprobs in self._found.items():
             if row in self._broken:
@@ -117,6 +120,7 @@ class PromptScoring:
                 samples.scores.append((row, tuple(logprobs)))
 
     def _take(self, part: Tensor) -> None:
+        """Scores the next slice of logits [n, V]; slices come in the order of the rows."""
         logits = part.cpu().numpy()
         targets = self._targets[self._num_taken : self._num_taken + len(logits)]
         self._num_taken += len(logits)
@@ -128,7 +132,8 @@ class PromptScoring:
 
 
 def _score(raw: Scores, token_id: int, num_top: int) -> TokenLogprobs:
-    """Log probabilities of a prompt token. A placeholder without a logit has probability 0 and the last rank."""
+    """Log probabilities of a prompt token by raw logits [V]. An id beyond the vocabulary, of an image placeholder, has
+    probability 0 and rank V + 1."""
     if token_id < raw.size:
         return token_logprobs(raw, token_id, num_top)
     top = token_logprobs(raw, 0, num_top).top
@@ -136,8 +141,8 @@ def _score(raw: Scores, token_id: int, num_top: int) -> TokenLogprobs:
 
 
 def sampled(num_rows: int, rows: Int64s, token_ids: Int64s) -> Samples:
-    """Returns the samples of a step of `num_rows` rows, of which `rows` sample; token -1 marks a row that failed
-    because its logits are not finite."""
+    """Returns the samples of a step of `num_rows` rows, of which `rows` got `token_ids`; token -1 marks a row that
+    failed because its logits are not finite."""
     if len(rows) == num_rows:
         samples = Samples(token_ids)
     else:
@@ -149,31 +154,33 @@ def sampled(num_rows: int, rows: Int64s, token_ids: Int64s) -> Samples:
 
 
 def _host_rows(logits: Tensor, index: Int64s, *, wide: bool) -> Tensor:
-    """Rows `index` of logits in host memory, as float64 if `wide`. By numpy: torch would divide the copy among threads
-    and wait for those whose core is in use."""
+    """Rows `index` of logits in host memory, as float64 if `wide`; may share memory with `logits` otherwise. By numpy:
+    torch would divide the copy among threads and wait for those whose core is in use."""
     rows = logits.numpy() if len(index) == len(logits) else logits.numpy()[index]
     return torch.from_numpy(rows.astype(np.float64) if wide else rows)
 
 
 class StepContext(NamedTuple):
-    """The state of a step before its rows are built."""
+    """The rows of a step that sample, and the scoring of its prompts (None: no chunk is scored)."""
 
     sampling: SamplingRows
     scoring: PromptScoring | None
 
 
 class PendingSamples(NamedTuple):
-    """A step whose tokens the device samples; the fetch brings (token ids, finite) of the rows that sample, or nothing
-    where none does, and (numbers, places) of `Ops.score_tokens` if any of them has log probabilities."""
+    """Samples of a step that the device computes. The fetch brings (token ids, finite) of the rows that sample,
+    followed by (numbers, places) of `Ops.score_tokens` if any of them has log probabilities; nothing if no row
+    samples."""
 
     num_rows: int
     rows: Int64s  # that sample
     fetch: Fetch
-    scored: tuple[tuple[int, int, int], ...] = ()  # (index in `rows`, row of the numbers, log probabilities beside its)
-    failures: tuple[tuple[int, ErrorInfo], ...] = ()  # of indices in `rows`, whatever token they got
+    scored: tuple[tuple[int, int, int], ...] = ()  # (index in `rows`, row of numbers and places, top log probabilities)
+    failures: tuple[tuple[int, ErrorInfo], ...] = ()  # (index in `rows`, error), whatever token was drawn
 
     def read(self) -> Samples:
-        """Waits for the device and returns the step's samples. Raises BackendError if the device failed."""
+        """Waits for the device and returns the step's samples. A row whose logits are not finite fails for that, any
+        other row in `failures` with its error there. Raises BackendError if the device failed."""
         arrays = self.fetch.result()
         if not arrays:
             return Samples.none(self.num_rows)
@@ -193,22 +200,26 @@ class PendingSamples(NamedTuple):
         return samples
 
     def token(self, index: int) -> int:
-        """Token of sampling row `index`; -1 if its logits are not finite. Waits and raises like `read`."""
+        """Token of sampling row `index`, an index in `rows`; -1 if its logits are not finite. Waits and raises like
+        `read`."""
         token_ids, finite, *_ = self.fetch.result()
         return int(token_ids[index]) if finite[index] else -1
 
 
 class _Replay(NamedTuple):
-    """A replay of a captured step. `launch` returns (tokens, finite) of the rows that sample."""
+    """A replay of a captured step, and the graph that samples its special rows. `launch` returns (tokens, finite) of
+    the rows that sample."""
 
     launch: Callable[[], tuple[Tensor, Tensor]]
     special: SpecialGraph
 
 
 class LanguageStep:
-    """The step of a language lane. The device samples; the host waits for no token but the last one of requests with a
-    grammar, after the forward. Replays a graph if one fits. The slot table is written last, so that a step that raised
-    can be run again; a replay writes it itself, and an error after a replay fails its rows."""
+    """Runs the steps of a language lane, as a replay if a graph fits. The device samples. An asynchronous device is
+    waited for only if prompts are scored, if a chunk's request with penalties or a grammar has tokens that were not
+    read, and for the last token of requests with a grammar, after the forward. The slot table is written last, so that
+    a step that raised can be run again; a replay writes it itself, and an error after a replay fails all rows that
+    sample."""
 
     def __init__(self, parts: StepParts, slot_table: SlotTable, graphs: StepGraphs | None = None) -> None:
         self._parts = parts
@@ -216,7 +227,9 @@ class LanguageStep:
         self._graphs = graphs
 
     def run(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> Samples | PendingSamples:
-        """Launches the step. On an asynchronous device its samples are pending, unless a prompt is scored."""
+        """Launches the step. `records[i]` belongs to `plan.chunks[i]`. On an asynchronous device its samples are
+        pending, unless a prompt is scored or the sampling after a replay failed. Raises what the model, the ops and the
+        device raise; the step can then be run again."""
         context = self._begin(plan, records)
         rope: list[PromptPositions] | None = None
         if self._parts.multimodal_rope:
@@ -229,7 +242,8 @@ class LanguageStep:
         return outcome
 
     def _begin(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> StepContext:
-        """Records the chunks' tokens in the histories of requests with penalties or a grammar."""
+        """Records the chunks' tokens in the histories of requests with penalties or a grammar, which waits for tokens
+        of theirs that were not read. Returns the rows that sample and the scoring."""
         for chunk, record in zip(plan.chunks, records, strict=True):
             history = record.sampling_state.history
             if history is not None:
@@ -238,14 +252,14 @@ class LanguageStep:
         return StepContext(self._slot_table.sampling_rows(plan), PromptScoring.from_plan(plan, records))
 
     def _forward(self, inputs: LanguageInput) -> Tensor:
-        """Logits [B', V] float32."""
+        """Runs the model. Returns logits [B', V] float32 of the rows that sample."""
         return self._parts.model.forward(inputs, self._parts.kv_cache, self._parts.image_cache)
 
     # ---- graphs
 
     def _replay_of(self, plan: LanguagePlan, rows: StepRows, context: StepContext) -> _Replay | None:
-        """The replay of the step; None: it is launched op by op. Reasons are scored prompts (the host reads
-        their logits), more than MAX_BIASES biases, or no graph that fits."""
+        """The replay of the step; None: it is launched op by op, because there are no graphs or none fits, a prompt is
+        scored (the host reads logits), or a step with special rows has more than MAX_BIASES biases."""
         graphs, sampling = self._graphs, context.sampling
         if graphs is None or context.scoring is not None:
             return None
@@ -270,6 +284,8 @@ class LanguageStep:
     def _replayed(
         self, replay: _Replay, plan: LanguagePlan, rows: StepRows, context: StepContext
     ) -> Samples | PendingSamples:
+        """Launches the replay and the sampling of special rows. If that sampling raises, all rows that sample fail: the
+        replay has overwritten their last tokens, so the step cannot be run again."""
         sampling, fetch = context.sampling, self._parts.device.fetch
         sampled_rows = replay.launch()
         self._slot_table.written(sampling.seq_slots)
@@ -286,6 +302,7 @@ class LanguageStep:
     def _replay_special(
         self, captured: SpecialGraph, plan: LanguagePlan, rows: StepRows, sampling: SamplingRows
     ) -> PendingSamples:
+        """Samples all rows of a replayed step once more, from the same logits, with what special rows ask for."""
         assert self._graphs is not None
         self._recount(plan, sampling, captured.vocabulary)
         index = sampling.special
@@ -303,6 +320,7 @@ class LanguageStep:
         scoring: PromptScoring | None,
         beside: Sequence[npt.NDArray[np.generic]] = (),
     ) -> tuple[LanguageInput, tuple[Tensor, ...]]:
+        """Sends the inputs of a step op by op; returns as `sent_input`."""
         parts = self._parts
         return sent_input(
             plan,
@@ -331,6 +349,7 @@ class LanguageStep:
         return samples
 
     def _eager(self, plan: LanguagePlan, rows: StepRows, context: StepContext) -> Samples | PendingSamples:
+        """Launches the step op by op. Waits for its samples on a synchronous device, or if a prompt is scored."""
         sampling, slot_table, parts = context.sampling, self._slot_table, self._parts
         if not slot_table.asynchronous and slot_table.is_greedy(sampling):
             return self._greedy(plan, rows, context)
@@ -366,7 +385,8 @@ class LanguageStep:
         logits: Tensor,
         found: tuple[Tensor, Tensor],
     ) -> PendingSamples:
-        """Draws and scores the special rows, to which `arrays` belong, and replaces their tokens in `found`."""
+        """Draws and scores the special rows, to which `arrays` belong, and replaces their tokens in `found`, the
+        (tokens, finite) of all rows that sample."""
         (ops, device), slot_table, (tokens, finite) = (self._parts.ops, self._parts.device), self._slot_table, found
         index, vocabulary = sampling.special, logits.shape[1]
         seq_slots, count, places = sampling.seq_slots[index], len(index), np.arange(len(index))
@@ -396,7 +416,8 @@ class LanguageStep:
         return self._pending_samples(plan.num_rows, rows, sampling, special, places, (tokens, finite, *scores))
 
     def _recount(self, plan: LanguagePlan, sampling: SamplingRows, vocabulary: int) -> None:
-        """Recounts the tokens of penalised requests whose prompt, or recomputation after a preemption, ends here."""
+        """Recounts the tokens of requests with penalties whose chunk samples here: the end of a prompt, or of a
+        recomputation after a preemption."""
         prompts = sampling.special[sampling.special >= len(plan.decodes)]
         recounts = self._slot_table.specials.recounts(sampling.seq_slots[prompts], vocabulary)
         if recounts is not None:
@@ -404,8 +425,8 @@ class LanguageStep:
             self._slot_table.recount(seq_slots, places, counts, vocabulary)
 
     def _resolved(self, inputs: LanguageInput, decoded: Int64s, seq_slots: Tensor) -> LanguageInput:
-        """Fills in the decode tokens that only the device has: -1 in `decoded`. `seq_slots` begin with the slots of the
-        decodes."""
+        """Returns `inputs` with the decode tokens that only the device has, -1 in `decoded`, filled in. `seq_slots`
+        begin with the slots of the decodes."""
         count = len(decoded)
         if not (decoded < 0).any():
             return inputs
@@ -425,9 +446,9 @@ class LanguageStep:
         places: Int64s,
         found: tuple[Tensor, ...],
     ) -> PendingSamples:
-        """The pending result of a step with special rows, which are rows `places` of `special` and of the scores in
-        `found`: (tokens, finite, and if any row is scored numbers and places of `Ops.score_tokens`). Their requests'
-        histories read its tokens when needed."""
+        """The pending result of a step with special rows. `places`: the special rows' indices in `special` and in the
+        scores. `found`: (tokens, finite) of all rows that sample, then (numbers, places) of `Ops.score_tokens` if any
+        row is scored. The requests' histories will read their tokens from the result."""
         index_of = dict(zip(places.tolist(), sampling.special.tolist(), strict=True))
         num_top = special.num_top.tolist()
         scored = tuple((index, place, num_top[place]) for place, index in index_of.items() if num_top[place] >= 0)
