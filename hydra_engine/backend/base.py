@@ -632,8 +632,8 @@ class Ops(Protocol):
         Returns (tokens [B] int64, finite [B] bool).
 
         The token is the first at which the cumulative sum of the filtered distribution, in vocabulary order, exceeds
-        `numbers`; at temperature 0 the lowest id among the largest logits. A row that is not finite gets an arbitrary
-        valid token. A token depends on its own row alone.
+        the row's number; at temperature 0 the lowest id among the largest logits. A row that is not finite gets an
+        arbitrary valid token. A token depends on its own row alone.
         """
         ...
 

@@ -1,7 +1,8 @@
 """Argument checks of the ops, shared by all implementations so that their errors read alike.
 
-A check takes about a microsecond: it looks at shapes, dtypes and strides, never at contents. Contents (a slot or block
-id out of range) are checked by the implementation, which reads them anyway.
+What a check requires and does not find raises ValueError, which names the argument with expected and actual. A check
+takes about a microsecond: it looks at shapes, dtypes and strides, at contents only if it says so. Contents (a slot or
+block id out of range) are checked by the implementation, which reads them anyway. Strides are in elements.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ FLOAT_TYPES = "float32, bfloat16 or float16"
 
 
 def described(tensor: Tensor) -> str:
+    """Shape, dtype, strides and device of the tensor, for error messages."""
     return f"{list(tensor.shape)} {tensor.dtype} with strides {list(tensor.stride())} on {tensor.device}"
 
 
 def check_cache(cache: PagedCache, layer: int, *, num_tensors: int | None = None) -> None:
+    """Requires that `layer` exists, and `num_tensors` tensors per layer if given. Raises ValueError."""
     shape = cache.data.shape
     if num_tensors is not None and shape[2] != num_tensors:
         raise ValueError(f"cache: expected {num_tensors} tensors per layer, got {shape[2]}")
@@ -42,7 +45,8 @@ def check_cache(cache: PagedCache, layer: int, *, num_tensors: int | None = None
 
 
 def check_new_cache(cache: PagedCache) -> None:
-    """Requires [N, L, X, S, H, D] contiguous of a compute dtype, or int8 with scales. Called once per cache."""
+    """Requires data [N, L, X, S, H, D], contiguous of a compute dtype, or int8 with scales and with strides as
+    `PagedCache.quantized` makes them. Meant to be called once per cache."""
     data = cache.data
     if cache.scales is not None:
         blocks = data.shape[0] if data.dim() == 6 else 0
@@ -56,14 +60,14 @@ def check_new_cache(cache: PagedCache) -> None:
 
 
 def check_plane(cache: PagedCache, layer: int, index: int) -> None:
-    """Requires that tensor `index` of `layer` exists."""
+    """Requires that `layer` and its tensor `index` exist."""
     check_cache(cache, layer)
     if not 0 <= index < cache.data.shape[2]:
         raise ValueError(f"index: expected 0 to {cache.data.shape[2] - 1}, got {index}")
 
 
 def check_device(device: torch.device, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Requires all (name, tensor) on `device`: kernels take addresses, which do not tell the device."""
+    """Requires all tensors on `device`: kernels get addresses, which do not show it. The names are for the error."""
     for name, tensor in tensors:
         if tensor.device != device:
             raise ValueError(f"{name}: expected {device}, got {described(tensor)}")
@@ -96,7 +100,7 @@ def check_whole(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.
 
 
 def check_heads(name: str, rows: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> int:
-    """Requires [T, H, D] with dense [H, D] rows. Returns the stride between tokens, the only free one."""
+    """Requires `shape` [T, H, D] and `dtype`, dense over H and D. Returns the stride between tokens, which is free."""
     if rows.shape == shape and rows.dtype is dtype:
         _, heads, dim = shape
         stride, stride_h, stride_d = rows.stride()
@@ -106,8 +110,10 @@ def check_heads(name: str, rows: Tensor, shape: tuple[int, int, int], dtype: tor
 
 
 def check_strided_heads(name: str, x: Tensor, dim: int | None, dtype: torch.dtype | None = None) -> tuple[int, int]:
-    """Requires [T, H, D] with a dense last dimension, and `dim` and `dtype` if given. Returns the strides of tokens and
-    heads."""
+    """Requires [T, H, D] with a dense last dimension. Returns the strides between tokens and between heads.
+
+    dim: required D, if given. dtype: required dtype; None: any compute dtype.
+    """
     if (
         x.dim() == 3
         and (dim is None or x.shape[2] == dim)
@@ -123,7 +129,7 @@ _ROW_NAMES = ("rows[0]", "rows[1]")
 
 
 def check_write(cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor) -> tuple[int, list[int]]:
-    """Returns T and the row stride of each source."""
+    """Checks the arguments of `Ops.write_cache`. Returns T and the stride between tokens of each of `rows`."""
     data = cache.data
     _, num_layers, num_tensors, _, heads, dim = data.shape
     if num_tensors != len(rows) or not 0 <= layer < num_layers:
@@ -136,7 +142,8 @@ def check_write(cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Te
 def check_rope(
     q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, cache: PagedCache, layer: int, slots: Tensor
 ) -> tuple[int, int, int, int, int]:
-    """Returns the strides between tokens of q, k, v, cosines and sines."""
+    """Checks the arguments of `Ops.rope_and_write` but its norms. Returns the strides between tokens of q, k, v,
+    cosines and sines."""
     data = cache.data
     _, num_layers, num_tensors, _, num_kv_heads, dim = data.shape
     if num_tensors != 2 or not 0 <= layer < num_layers:
@@ -155,7 +162,8 @@ def check_rope(
 
 
 def check_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[int, int, int, int]:
-    """Returns x's strides between tokens and between heads, and those between tokens of cosines and sines."""
+    """Checks the arguments of `Ops.rotate`. Returns x's strides between tokens and between heads, and those between
+    tokens of cosines and sines."""
     stride, head_stride = check_strided_heads("x", x, None)
     tokens, _, dim = x.shape
     if dim % 2 or dim == 0:
@@ -165,13 +173,14 @@ def check_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[int, int, int, in
 
 
 def check_head_norms(norms: HeadNorms, dim: int, dtype: torch.dtype) -> None:
-    """Requires weights [D] of the cache's dtype, where given."""
+    """Requires that weights which are not None are contiguous [dim] of `dtype`."""
     for name, weight in (("q_norm", norms.q), ("k_norm", norms.k)):
         if weight is not None:
             check_whole(name, weight, (dim,), dtype)
 
 
 def _check_angles(name: str, angles: Tensor, shape: tuple[int, int]) -> int:
+    """Requires float32 of this shape [T, D/2], with dense rows. Returns the stride between tokens."""
     if angles.shape == shape and angles.dtype is torch.float32:
         stride, stride_last = angles.stride()
         if stride_last == 1 or shape[1] <= 1:
@@ -180,7 +189,7 @@ def _check_angles(name: str, angles: Tensor, shape: tuple[int, int]) -> int:
 
 
 def check_merge(hidden: Tensor, rows: Tensor, cache: PagedCache, slots: Tensor, plane: int) -> int:
-    """Returns the number of rows that are merged."""
+    """Checks the arguments of `Ops.merge_image_tokens`. Returns M, the number of rows, skipped ones included."""
     shape = cache.data.shape
     check_cache(cache, plane, num_tensors=1)
     width = shape[4] * shape[5]
@@ -189,7 +198,7 @@ def check_merge(hidden: Tensor, rows: Tensor, cache: PagedCache, slots: Tensor, 
 
 
 def check_copy(source: PagedCache, target: PagedCache, pairs: Tensor) -> int:
-    """Returns the number of pairs."""
+    """Checks the arguments of `Ops.copy_blocks`, whose caches must have equal blocks. Returns the number of pairs."""
     if source.data.shape[1:] != target.data.shape[1:] or source.data.dtype is not target.data.dtype:
         raise ValueError(
             f"target: expected blocks of {list(source.data.shape[1:])} {source.data.dtype}, "
@@ -200,7 +209,7 @@ def check_copy(source: PagedCache, target: PagedCache, pairs: Tensor) -> int:
 
 
 def check_plan_shapes(cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> None:
-    """Checks shapes and dtypes, not contents."""
+    """Checks shapes and dtypes of the arguments of `Ops.plan_attention`, which must be on the CPU; no contents."""
     for name, tensor in (("cu_q", cu_q), ("num_context", num_context), ("block_tables", block_tables)):
         if tensor.dtype is not torch.int32 or not tensor.is_cpu:
             raise ValueError(f"{name}: expected torch.int32 on the CPU, got {described(tensor)}")
@@ -213,7 +222,10 @@ def check_plan_shapes(cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -
 
 
 def check_plan(cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> tuple[int, int]:
-    """Checks shapes and contents, once per step. Returns (longest query, longest context)."""
+    """Checks the arguments of `Ops.plan_attention`, with the contents of `cu_q` and `num_context`.
+
+    Returns (max_q, max_context): the most queries and the longest context of a row, zeros without rows.
+    """
     check_plan_shapes(cu_q, num_context, block_tables)
     bounds, context = cu_q.numpy(), num_context.numpy()
     if bounds[0] != 0:
@@ -230,7 +242,7 @@ def check_plan(cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> tuple
 
 
 def check_decode_plan(num_context: Tensor, block_tables: Tensor) -> tuple[int, int]:
-    """Checks shapes and dtypes only, since contents change. Returns B and W."""
+    """Checks shapes and dtypes of the arguments of `Ops.plan_decode`; contents change later. Returns B and W."""
     batch = num_context.shape[0] if num_context.dim() == 1 else -1
     if batch < 0 or block_tables.dim() != 2 or block_tables.shape[0] != batch:
         raise ValueError(
@@ -244,7 +256,7 @@ def check_decode_plan(num_context: Tensor, block_tables: Tensor) -> tuple[int, i
 
 
 def check_mixed_plan(rows: MixedRows, num_tokens: int) -> int:
-    """Checks shapes and dtypes only, since contents change. Returns B."""
+    """Checks the arguments of `Ops.plan_mixed`: shapes and dtypes, and that `num_tokens` is at least B. Returns B."""
     batch, _ = check_decode_plan(rows.num_context, rows.block_tables)
     for name, size in (("cu_q", batch + 1), ("rest_cu_q", batch + 1), ("decode_context", batch)):
         _check_tensor(name, getattr(rows, name), (size,), torch.int32)
@@ -254,7 +266,7 @@ def check_mixed_plan(rows: MixedRows, num_tokens: int) -> int:
 
 
 def check_logits(logits: Tensor, *, wide: bool = False) -> tuple[int, int]:
-    """Returns B and V. `wide`: float64 logits are allowed too."""
+    """Requires float32 [B, V] with dense rows and V above 0. Returns B and V. wide: allows float64 too."""
     known = logits.dtype is torch.float32 or (wide and logits.dtype is torch.float64)
     if logits.dim() != 2 or not known or logits.stride(1) != 1 or not logits.shape[1]:
         raise ValueError(f"logits: expected [B, V] torch.float32 with dense rows, got {described(logits)}")
@@ -262,7 +274,10 @@ def check_logits(logits: Tensor, *, wide: bool = False) -> tuple[int, int]:
 
 
 def check_sample(logits: Tensor, sampling: SamplingTensors) -> tuple[int, int]:
-    """Returns B and V. Columns of numbers are float32, or float64 where logits may be."""
+    """Checks the arguments of `Ops.sample`. Returns B and V.
+
+    Temperatures, top_p, min_p and numbers are all float32 or all float64; logits may be float64 in the second case.
+    """
     wide = sampling.temperatures.dtype is torch.float64
     sizes = check_logits(logits, wide=wide)
     for name, column in sampling._asdict().items():
@@ -272,7 +287,7 @@ def check_sample(logits: Tensor, sampling: SamplingTensors) -> tuple[int, int]:
 
 
 def check_adjustments(logits: Tensor, adjustments: Adjustments) -> tuple[int, int]:
-    """Checks shapes and dtypes, not entries. Returns B and V."""
+    """Checks the arguments of `Ops.adjust_logits`: shapes and dtypes, no contents. Returns B and V."""
     batch, vocabulary = sizes = check_logits(logits, wide=True)
     num_biases, num_counted, num_masks = (len(x) for x in (adjustments.bias_ids, adjustments.counts, adjustments.masks))
     shapes = {
@@ -289,7 +304,7 @@ def check_adjustments(logits: Tensor, adjustments: Adjustments) -> tuple[int, in
 
 
 def check_scores(logits: Tensor, tokens: Tensor, num_top: Tensor) -> tuple[int, int]:
-    """Returns B and V."""
+    """Checks tensors of `Ops.score_tokens`: shapes and dtypes, no contents. Returns B and V."""
     sizes = check_logits(logits, wide=True)
     _check_tensor("tokens", tokens, sizes[:1], torch.int64)
     _check_tensor("num_top", num_top, sizes[:1], torch.int32)
@@ -297,7 +312,10 @@ def check_scores(logits: Tensor, tokens: Tensor, num_top: Tensor) -> tuple[int, 
 
 
 def check_paged(q: Tensor, cache: PagedCache, layer: int, max_blocks: int, max_context: int) -> tuple[int, int, int]:
-    """Returns T, Hq and q's stride between tokens."""
+    """Checks the arguments of `Ops.attention_paged`. Returns T, Hq and q's stride between tokens.
+
+    max_blocks: width of the block tables, which must hold `max_context` tokens.
+    """
     data = cache.data
     _, num_layers, num_tensors, block_size, num_kv_heads, dim = data.shape
     if num_tensors != 2 or not 0 <= layer < num_layers:
@@ -315,6 +333,7 @@ def check_paged(q: Tensor, cache: PagedCache, layer: int, max_blocks: int, max_c
 
 
 def check_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int]) -> None:
+    """Checks the arguments of `Ops.attention_packed`; `cu_seqlens` must rise from 0 to P."""
     check_packed_rows(q, k, v)
     bounds = list(cu_seqlens)
     if not bounds or bounds[0] != 0 or bounds[-1] != q.shape[0] or any(a > b for a, b in pairwise(bounds)):
@@ -322,6 +341,7 @@ def check_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int]) -> 
 
 
 def check_packed_plan(cu_seqlens: Tensor, max_length: int) -> None:
+    """Checks the arguments of `Ops.plan_packed`, but not the contents of `cu_seqlens`."""
     if cu_seqlens.dim() != 1 or not len(cu_seqlens) or cu_seqlens.dtype is not torch.int32:
         raise ValueError(f"cu_seqlens: expected [segments + 1] torch.int32, got {described(cu_seqlens)}")
     if max_length < 0:
@@ -329,6 +349,7 @@ def check_packed_plan(cu_seqlens: Tensor, max_length: int) -> None:
 
 
 def check_packed_rows(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Requires q, k, v of one shape [P, H, D] and one compute dtype, dense over H and D."""
     if q.dim() != 3 or q.dtype not in COMPUTE_DTYPES:
         raise ValueError(f"q: expected [P, H, D] of {FLOAT_TYPES}, got {described(q)}")
     shape = (q.shape[0], q.shape[1], q.shape[2])
@@ -338,7 +359,8 @@ def check_packed_rows(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_norm_weight(weight: Tensor, x: Tensor, *, wide: bool = True, name: str = "weight") -> bool:
-    """Requires [C] of x's dtype or, if `wide`, float32. Returns True if it is wider than x."""
+    """Requires contiguous [C] for x [.., C], of x's dtype or, if `wide`, float32. Returns True if it is float32 and x
+    is not."""
     columns = x.shape[-1]
     is_wide = weight.dtype is not x.dtype
     fits = not is_wide or (wide and weight.dtype is torch.float32)
@@ -349,13 +371,14 @@ def check_norm_weight(weight: Tensor, x: Tensor, *, wide: bool = True, name: str
 
 
 def check_linear(weight: Tensor, bias: Tensor | None) -> None:
-    """Requires weight [num_out, K] and bias [num_out] of compute dtypes."""
+    """Requires weight [num_out, K] and, if given, bias [num_out], each of a compute dtype."""
     if weight.dim() != 2 or weight.dtype not in COMPUTE_DTYPES:
         raise ValueError(f"weight: expected [num_out, K] of a float type, got {described(weight)}")
     check_bias(bias, weight.shape[0])
 
 
 def check_bias(bias: Tensor | None, num_out: int) -> None:
+    """Requires [num_out] of a compute dtype, or None."""
     if bias is not None and (bias.shape != (num_out,) or bias.dtype not in COMPUTE_DTYPES):
         raise ValueError(f"bias: expected [{num_out}] of a float type, got {described(bias)}")
 
@@ -365,7 +388,7 @@ def check_rows(
 ) -> tuple[int, int]:
     """Requires [T, columns] of `dtype`, a compute dtype, with dense rows at any stride. Returns T and the row stride.
 
-    count: required T, if given. on_host: requires host memory.
+    count: required T, if given. on_host: also requires CPU memory.
     """
     shape, strides = x.shape, x.stride()
     if (
@@ -384,7 +407,8 @@ def check_rows(
 
 
 def check_gate(x: Tensor, gate: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Returns the strides between tokens and between heads of both."""
+    """Requires x and gate [T, H, D] of one shape and compute dtype. Returns (token stride, head stride) of x and of
+    gate."""
     strides = check_strided_heads("x", x, None)
     if gate.shape != x.shape:
         raise ValueError(f"gate: expected {list(x.shape)} {x.dtype}, got {described(gate)}")
@@ -392,7 +416,7 @@ def check_gate(x: Tensor, gate: Tensor) -> tuple[tuple[int, int], tuple[int, int
 
 
 def check_conv(x: Tensor, weight: Tensor, cache: StateCache, rows: StateRows) -> None:
-    """Requires x [T, C] with dense rows, weight [C, K] and a cache of x's dtype."""
+    """Checks the arguments of `Ops.causal_conv`: shapes, dtypes and strides, no contents, and not the layer."""
     _, _, before, channels = cache.conv.shape
     check_rows("x", x, channels, cache.conv.dtype, on_host=False)
     check_whole("weight", weight, (channels, before + 1), x.dtype)
@@ -402,6 +426,7 @@ def check_conv(x: Tensor, weight: Tensor, cache: StateCache, rows: StateRows) ->
 
 
 def check_delta(inputs: DeltaInputs, cache: StateCache, rows: StateRows) -> None:
+    """Checks the arguments of `Ops.delta_rule`: shapes, dtypes and strides, no contents, and not the layer."""
     q, k, v, a, b, rates, shift = inputs
     _, _, heads, key_dim, value_dim = cache.recurrent.shape
     if cache.recurrent.dtype is not torch.float32 or not cache.recurrent.is_contiguous():
@@ -420,6 +445,7 @@ def check_delta(inputs: DeltaInputs, cache: StateCache, rows: StateRows) -> None
 
 
 def check_state_rows(rows: StateRows) -> None:
+    """Requires contiguous int64 vectors of B entries, B + 1 in `cu_q`."""
     count = rows.starts.shape[0]
     for vector, length in (
         (rows.cu_q, count + 1),

@@ -21,7 +21,7 @@ Cut = Callable[[], None]  # ends the present piece of a capture
 
 
 class SharedMemory(Protocol):
-    """Memory of this process that other processes of the node can map and read."""
+    """Memory of this process that other processes of the machine can map and read: a pool."""
 
     @property
     def transport(self) -> str:
@@ -33,18 +33,26 @@ class SharedMemory(Protocol):
 
     @property
     def descriptor(self) -> int:
-        """File descriptor to send to a peer; it stays the pool's. -1 if `handle` is enough. Not after `close`."""
+        """File descriptor to send to a peer; `close` closes it. -1 if a peer needs `handle` alone.
+
+        Raises ValueError if it is closed.
+        """
         ...
 
     @property
-    def handle(self) -> bytes: ...
+    def handle(self) -> bytes:
+        """Bytes to send to a peer, which maps the memory by them; empty if it needs `descriptor` alone."""
+        ...
 
     def tensor(self) -> Tensor:
-        """The memory as uint8 [num_bytes]."""
+        """The memory as uint8 [num_bytes], not copied. Not after `close`."""
         ...
 
     def close(self) -> None:
-        """Ends sharing: no peer can map it from now on. Tensors and mappings of peers stay valid. Idempotent."""
+        """Closes `descriptor`. Tensors, and mappings of peers, stay valid; the memory is freed with the last of them.
+
+        No copy to or from memory of `stage` may be in flight. Idempotent.
+        """
         ...
 
 
@@ -52,16 +60,17 @@ class PeerMemory(Protocol):
     """Memory of another process, mapped into this one."""
 
     def tensor(self) -> Tensor:
-        """The memory as uint8 [num_bytes]. Must never be written; not after `close`."""
+        """The memory as uint8 [num_bytes], not copied. It must never be written. Not after `close`."""
         ...
 
     def close(self) -> None:
-        """Unmaps it. Call it once no launched work reads it; its tensors are invalid afterwards. Idempotent."""
+        """Unmaps the memory. Call it once no launched work reads it; tensors over it are invalid afterwards.
+        Idempotent."""
         ...
 
 
 class Fetch(Protocol):
-    """Copies to host memory in flight."""
+    """Copies to host memory that a lane has launched, made by `Device.fetch`."""
 
     def result(self) -> tuple[npt.NDArray[np.generic], ...]:
         """Waits for the copies and returns them. Thread-safe, may be called again. Raises BackendError if the device
@@ -75,13 +84,17 @@ class Mark(Protocol):
     Thread-safe. Methods raise BackendError if the device failed.
     """
 
-    def is_done(self) -> bool: ...
+    def is_done(self) -> bool:
+        """True if the device has finished the work before the mark. Does not wait."""
+        ...
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        """Blocks the calling thread until `is_done`."""
+        ...
 
     def seconds_since(self, earlier: Mark) -> float:
-        """Device seconds from `earlier`, a mark of the same lane, to this one; both must be done. Meant for
-        neighbouring marks: the resolution gets worse over hours."""
+        """Seconds from `earlier`, a mark of the same lane, to this one on the device's clock; both must be done. Meant
+        for neighbouring marks: the resolution gets worse over hours."""
         ...
 
 
@@ -90,30 +103,42 @@ class Graph(Protocol):
 
     num_bytes: int  # device memory that the capture took
 
-    def replay(self) -> None: ...
+    def replay(self) -> None:
+        """Launches them again on the calling lane, with what their memory holds then."""
+        ...
 
 
 class Partitions(Protocol):
-    """Sets of SMs for the language lane, numbered from 0, which is all of them; each has graphs of its own."""
+    """Divisions of a GPU's SMs between language and vision lane, by number; each needs graphs of its own.
 
-    count: int  # 1: the device is not divided
+    Partition 0 is the whole device for both lanes, any other gives some SMs to the language lane and the others to the
+    vision lane.
+    """
+
+    count: int  # of partitions, 0 included; 1: the device is not divided
 
     def set_partition(self, partition: int) -> None:
-        """Sets the partition of the language lane's present job, which calls this, and of later jobs of both lanes
-        while both have work."""
+        """Sets the partition that jobs run on while both lanes have work. The present job of the language lane calls
+        this, and its further launches move too.
+
+        No lane gets SMs that a job of the other lane still uses, so a job may run on a smaller partition.
+        """
         ...
 
     def current(self) -> int:
-        """The partition of the calling lane's present job."""
+        """The partition that launches of the calling lane use now; 0 outside of the two lanes."""
         ...
 
     def use(self, partition: int) -> AbstractContextManager[None]:
-        """Runs the calling lane's launches inside the context on this partition."""
+        """Runs the calling lane's launches inside the context on this partition.
+
+        Raises ValueError for a number that does not exist, and outside of the two lanes for any but 0.
+        """
         ...
 
 
 class WholeDevice:
-    """The `Partitions` of a device that is not divided."""
+    """The `Partitions` of a device that is not divided: there is partition 0 alone."""
 
     count = 1
 
@@ -135,17 +160,20 @@ class Lane(Protocol):
     name: str
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Runs `job` after all earlier ones, in torch's inference mode. Jobs handle their own errors: an exception that
-        leaves a job ends the lane, is logged, and later calls raise."""
+        """Appends a job, which runs after all earlier ones in torch's inference mode, and returns at once.
+
+        Jobs handle their own errors: an exception that leaves a job is logged and ends the lane. Raises RuntimeError
+        then, and after `close`.
+        """
         ...
 
     def close(self) -> None:
-        """Waits for all submitted jobs and stops the thread."""
+        """Waits for all submitted jobs and stops the thread. Idempotent."""
         ...
 
 
 class Device(Protocol):
-    """A device as the engine uses it: lanes run steps, pools are shared with peers, copies and graphs belong to a lane.
+    """A device as the engine uses it: lanes run steps, peers map pools, copies and graphs belong to a lane.
 
         lane = device.lane("language")
         lane.submit(lambda: ops.linear(x, weight))
@@ -174,43 +202,45 @@ class Device(Protocol):
         ...
 
     def trim(self) -> None:
-        """Returns freed host and device memory to the system: while weights are loaded, and after a step that ran out
-        of memory."""
+        """Returns unused memory of the host's and the device's allocators to the system: while weights are loaded, and
+        after a step that ran out of memory."""
         ...
 
     def share(self, num_bytes: int) -> SharedMemory:
-        """Allocates zeroed memory that peers can map, 1 byte or more. Raises ResourceError if there is none."""
+        """Allocates zeroed memory of this device that peers can map, 1 byte or more. The caller closes it. Raises
+        ResourceError if there is not enough."""
         ...
 
     def stage(self, num_bytes: int) -> SharedMemory:
-        """Allocates zeroed host memory for copies between it and this device; peers on any device can map it.
+        """Allocates zeroed host memory for copies to and from this device; peers on any device can map it.
 
-        Pages are taken when its tensor is used. Raises ResourceError if there is none.
+        Pages are allocated when its tensor is made or used. The caller closes it. Raises ResourceError if the system
+        has none.
         """
         ...
 
     def open_staging(self, export: PoolExport, descriptor: int) -> PeerMemory:
-        """Maps the `stage` memory of a peer, as `open_peer` does."""
+        """Maps memory that a peer allocated with `stage`. Parameters and errors as of `open_peer`."""
         ...
 
     def open_peer(self, export: PoolExport, descriptor: int) -> PeerMemory:
-        """Maps the `share` memory of a peer.
+        """Maps memory that a peer allocated with `share`; the caller closes it.
 
-        descriptor: the one that came with `export`, -1 if none did; it stays the caller's. Raises TransferError, with
+        descriptor: the one that came with `export`, -1 if none did; the caller closes it. Raises TransferError, with
         the reason, unless the memory is what `export` says.
         """
         ...
 
     def finish(self) -> None:
-        """Waits until all that the calling lane has launched is done. Returns at once if ops compute before they
-        return."""
+        """Waits until all that the calling lane has launched is done; at once on a CPU, whose ops return when they are
+        done. Raises BackendError if the device failed."""
         ...
 
     # ---- work that ends after the call that launched it
 
     @property
     def asynchronous(self) -> bool:
-        """True if launched work ends after the call. Then tokens are sampled on the device, and a step is launched
+        """True if ops return before their work is done. Then tokens are sampled on the device, and a step is launched
         before the result of the step before it is read."""
         ...
 
@@ -223,20 +253,20 @@ class Device(Protocol):
         ...
 
     def fetch(self, tensors: Sequence[Tensor]) -> Fetch:
-        """Starts to copy tensors to the host, after all that the calling lane has launched. The lane may overwrite them
-        with its next launch."""
+        """Starts to copy tensors to the host, after all that the calling lane has launched; its next launch may
+        overwrite them."""
         ...
 
     def mark(self) -> Mark:
-        """Marks the present end of the calling lane's launches."""
+        """Returns a mark after all that the calling lane has launched until now."""
         ...
 
     def capture(self, launch: Callable[[], None]) -> Graph:
-        """Captures `launch` as a graph on the calling lane's present partition. Runs it twice: to warm up, then to
-        capture.
+        """Captures `launch` as a graph on the calling lane's present partition, and so runs it: on a GPU once to warm
+        up and once to capture.
 
-        Graphs of a lane share one memory pool: read their results before the next replay. `launch` must not wait, copy
-        from the host, or allocate memory that outlives it.
+        Graphs of a lane share one memory pool: read the results of one before the next is replayed. `launch` must not
+        wait, copy from the host, or allocate memory that outlives it. Raises BackendError if it cannot be captured.
         """
         ...
 
@@ -244,11 +274,12 @@ class Device(Protocol):
         """Captures `launch` as several graphs, cut where it calls its argument.
 
         It must cut at the same places in every run, each time after a launch. The graphs must be replayed in order,
-        with no other graph of the lane between them. One graph if the device captures nothing.
+        with no other graph of the lane between them. A device that captures nothing ignores the cuts and returns one.
+        Otherwise as `capture`.
         """
         ...
 
     def peak_bytes(self, job: Callable[[], None]) -> int | None:
-        """Runs `job`, waits for it, and returns the peak of additional device memory in bytes. None if that is not
-        measured."""
+        """Runs `job`, waits for it, and returns the bytes of device memory at the peak beyond those allocated before;
+        None if that is not measured (CPU). Other lanes' allocations meanwhile count too."""
         ...
