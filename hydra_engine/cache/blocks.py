@@ -56,8 +56,8 @@ class BlockPool:
         return self._refcounts[block]
 
     def allocate(self, count: int) -> list[int]:
-        """Allocates `count` blocks (0 is allowed) with one owner each. Raises `OutOfBlocks`, and changes nothing, if
-        too few are free."""
+        """Allocates `count` blocks (0 is allowed) with one owner each; evicts content without an owner if needed.
+        Raises `OutOfBlocks`, and changes nothing, if too few are free."""
         assert count >= 0, "cannot allocate a negative number of blocks"
         if count > self.num_free:
             raise OutOfBlocks(f"{count} blocks wanted, {self.num_free} of {self.num_blocks} free")
@@ -94,7 +94,7 @@ class BlockPool:
         return True
 
     def find(self, key: BlockHash) -> int | None:
-        """The block with this content, held or evictable. Changes nothing."""
+        """Returns the block with this content, held or evictable; None if there is none. Changes nothing."""
         return self._block_of.get(key)
 
     def acquire(self, key: BlockHash) -> int | None:
@@ -118,12 +118,15 @@ class BlockPool:
         return True
 
     def forget_evictable(self) -> int:
-        """Forgets all content without an owner; returns the number of its blocks. Held content can still be found."""
+        """Makes all content without an owner impossible to find; returns the number of its blocks. Held content can
+        still be found."""
         count = len(self._evictable)
         self._free.extend([self._evict() for _ in range(count)])
         return count
 
     def _evict(self) -> int:
+        """Forgets the content of the least recently released evictable block and returns the block, which the caller
+        must allocate or free."""
         block = next(iter(self._evictable))
         del self._evictable[block]
         self._forget_hash(block)
@@ -164,7 +167,7 @@ class BlockTable:
         self.num_slots += self.block_size
 
     def blocks(self) -> list[int]:
-        """The blocks held, in token order."""
+        """Copies the block ids, in token order."""
         blocks: list[int] = self.block_ids[: self.num_blocks].tolist()
         return blocks
 
@@ -185,6 +188,7 @@ class CacheManager(Generic[Holder]):
         self.tables: Mapping[Holder, BlockTable] = MappingProxyType(self._tables)  # read only
 
     def blocks_for(self, num_tokens: int) -> int:
+        """Number of blocks that `num_tokens` tokens need, the last one possibly not full."""
         return -(-num_tokens // self.block_size)
 
     # ---- holding
@@ -206,8 +210,8 @@ class CacheManager(Generic[Holder]):
         return True
 
     def extend(self, holders: Sequence[Holder]) -> list[int]:
-        """Allocates one more block for each of these holders, which have tables, and returns the block ids. Empty, and
-        no change, if too few are free."""
+        """Allocates one more block for each of these holders, which must have tables with space, and returns the block
+        ids. Empty, and no change, if too few are free."""
         try:
             blocks = self.pool.allocate(len(holders))
         except OutOfBlocks:
@@ -217,7 +221,7 @@ class CacheManager(Generic[Holder]):
         return blocks
 
     def free(self, holder: Holder) -> int:
-        """Frees all blocks of a holder and returns their number; 0 if it holds none.
+        """Removes a holder as owner of its blocks and returns their number; 0 if it has none.
 
         The array of its table is not changed, so a late reader of a plan sees old ids, never wrong ones.
         """
@@ -230,7 +234,7 @@ class CacheManager(Generic[Holder]):
     # ---- reuse
 
     def find(self, hashes: Iterable[BlockHash]) -> list[int]:
-        """The blocks that have the first, second, ... of these hashes, up to the first hash without a block. Changes
+        """Returns the blocks with the first, second, ... of these hashes, up to the first hash without a block. Changes
         nothing."""
         blocks = []
         for block_hash in hashes:
@@ -241,7 +245,8 @@ class CacheManager(Generic[Holder]):
         return blocks
 
     def adopt(self, holder: Holder, hashes: Sequence[BlockHash], *, capacity: int) -> None:
-        """Makes the table of a new holder from the blocks with these hashes, which `find` must have just found."""
+        """Adds a new holder as owner of the blocks with these hashes, which `find` must have just found: its table
+        begins with them and has space for `capacity` tokens."""
         assert holder not in self._tables, "a holder adopts blocks before it grows"
         blocks = []
         for block_hash in hashes:
@@ -252,15 +257,15 @@ class CacheManager(Generic[Holder]):
         table.append(blocks)
 
     def set_hashes(self, holder: Holder, first: int, hashes: Sequence[BlockHash]) -> None:
-        """Sets the content hashes of the holder's blocks from `first` on. If another block has a hash already, that one
-        keeps it."""
+        """Sets the content hashes of the holder's blocks from its `first`th on, so that `find` returns them. A hash
+        that another block has stays with that block."""
         blocks = self._tables[holder].block_ids[first : first + len(hashes)].tolist()
         for block, block_hash in zip(blocks, hashes, strict=True):
             self.pool.set_hash(block, block_hash)
 
     def forget(self, hashes: Iterable[BlockHash]) -> None:
-        """Makes content without a holder impossible to find; ignores hashes without a block. Asserts that no block is
-        held."""
+        """Makes the content with these hashes impossible to find and frees its blocks, which must have no holder;
+        ignores hashes without a block."""
         for block_hash in hashes:
             self.pool.forget(block_hash)
 
@@ -280,7 +285,7 @@ class SlotPool:
         self._free = list(range(num_seq_slots))  # a heap
 
     def allocate(self, request_id: RequestId) -> int:
-        """Allocates the lowest free slot; the caller must make sure that there is one."""
+        """Allocates and returns the lowest free slot. The request must have none, and one must be free."""
         assert request_id not in self.slot_of, f"request {request_id} takes a second slot"
         seq_slot = self.slot_of[request_id] = heapq.heappop(self._free)
         return seq_slot

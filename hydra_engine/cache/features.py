@@ -21,6 +21,8 @@ ImageUser = tuple[RequestId, int]  # (request, index of the image in its prompt)
 
 @dataclass(slots=True, eq=False)
 class _Entry:
+    """The features of one picture: their number, their progress and their users."""
+
     num_tokens: int
     progress: ImageProgress = ImageProgress.WAITING
     users: dict[ImageUser, None] = field(default_factory=dict)  # in order of arrival
@@ -43,13 +45,14 @@ class FeatureCache:
         self._entries: dict[FeatureKey, _Entry] = {}
 
     def blocks_for(self, num_tokens: int) -> int:
+        """Number of image-cache blocks that `num_tokens` features need."""
         return self._blocks.blocks_for(num_tokens)
 
     # ---- users
 
     def need(self, user: ImageUser, key: FeatureKey, num_tokens: int) -> ImageProgress:
-        """Adds a user of these features and returns their progress. For the first user they are ENCODED if they are
-        still cached; that takes blocks from the free ones, never from other images."""
+        """Adds a user of these features and returns their progress. For the first user they are ENCODED if all of them
+        are still cached; that needs no other blocks and evicts nothing."""
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = _Entry(num_tokens)
@@ -61,31 +64,34 @@ class FeatureCache:
         return entry.progress
 
     def drop(self, user: ImageUser, key: FeatureKey) -> None:
-        """Removes a user. After the last one the features are reusable and their blocks free."""
+        """Removes a user. After the last one the blocks are free and the features reusable, or, while they are
+        ENCODING, as soon as that ends."""
         entry = self._entries[key]
         del entry.users[user]
         self._release_unused(key, entry)
 
     def users(self, key: FeatureKey) -> tuple[ImageUser, ...]:
-        """The users of the features, the oldest first."""
+        """Returns the users of the features in the order in which they were added."""
         return tuple(self._entries[key].users)
 
     def progress(self, key: FeatureKey) -> ImageProgress:
         return self._entries[key].progress
 
     def block_ids(self, key: FeatureKey) -> BlockIds:
-        """int32 [blocks] of features that are ENCODING or ENCODED."""
+        """Image-cache blocks of features that are ENCODING or ENCODED: int32 [blocks]. KeyError for others."""
         return self._blocks.tables[key].block_ids
 
     def held_blocks(self) -> Iterator[tuple[FeatureKey, ImageProgress, int]]:
-        """(key, ENCODING or ENCODED, number of blocks) of each entry with blocks."""
+        """Yields (key, ENCODING or ENCODED, number of blocks) of all features with blocks that are being written or
+        have users."""
         for key, table in self._blocks.tables.items():
             yield key, self._entries[key].progress, table.num_blocks
 
     # ---- life of features
 
     def reserve(self, key: FeatureKey) -> bool:
-        """Changes WAITING to ENCODING and allocates blocks; False, and no change, if too few are free."""
+        """Changes WAITING to ENCODING and allocates blocks, evicting reusable features if needed; False, and no change,
+        if too few are free."""
         entry = self._entries[key]
         assert entry.progress == ImageProgress.WAITING, "only what waits is encoded"
         if not self._blocks.grow(key, entry.num_tokens, capacity=entry.num_tokens):
@@ -94,8 +100,8 @@ class FeatureCache:
         return True
 
     def finish(self, key: FeatureKey, *, failed: bool) -> None:
-        """Changes ENCODING to ENCODED or, if it failed, back to WAITING and keeps nothing: images that shared the
-        encode wait again. Features without users become reusable at once."""
+        """Changes ENCODING to ENCODED or, if the encode or load `failed`, frees the blocks and changes it back to
+        WAITING. Without users the entry is removed, and encoded features are reusable."""
         entry = self._entries[key]
         assert entry.progress == ImageProgress.ENCODING, "an encode ends that never began"
         if failed:
@@ -117,7 +123,7 @@ class FeatureCache:
         entry.progress = ImageProgress.WAITING
 
     def forget_unused(self) -> None:
-        """Forgets all features without users."""
+        """Forgets all reusable features: encoded ones without users."""
         self.pool.forget_evictable()
 
     # ---- inside
@@ -126,7 +132,8 @@ class FeatureCache:
         return feature_hashes(key, self._blocks.blocks_for(num_tokens))
 
     def _restore(self, key: FeatureKey, num_tokens: int) -> bool:
-        """Takes features that are still cached. If only a part is left, it is useless and is forgotten."""
+        """Allocates the blocks of features that are still cached; False if there are none. If only a part is left, it
+        is useless and is forgotten."""
         hashes = list(self._hashes(key, num_tokens))
         if len(self._blocks.find(hashes)) < len(hashes):
             self._blocks.forget(hashes)
@@ -135,6 +142,7 @@ class FeatureCache:
         return True
 
     def _release_unused(self, key: FeatureKey, entry: _Entry) -> None:
+        """Removes an entry without users, unless it is ENCODING. Its blocks become free, its features reusable."""
         if not entry.users and entry.progress != ImageProgress.ENCODING:
             del self._entries[key]
             self._blocks.free(key)

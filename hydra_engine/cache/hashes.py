@@ -26,8 +26,8 @@ _TOKEN_BYTES = 8
 
 
 def chain_seed(block_size: int, cache_salt: str = "") -> BlockHash:
-    """The parent hash of the first block. Requests with different salts, and caches with different block sizes, share
-    nothing."""
+    """Hash that the first block of a chain has as its parent's. Requests with different salts, and caches with
+    different block sizes, share nothing."""
     data = struct.pack("<I", block_size) + cache_salt.encode("utf-8", "surrogatepass")
     return BlockHash(blake2b(data, digest_size=_HASH_BYTES, person=b"hydra-seed").digest())
 
@@ -69,7 +69,8 @@ def extend_chain(
 
 
 def _runs(tokens: bytes, images: Sequence[ImageItem], start: int, end: int, first: int) -> Iterator[bytes]:
-    """Positions [start, end) as maximal runs of text and of single images; `tokens` begin at position `first`."""
+    """Yields the encoded bytes of positions [start, end) as maximal runs of text and of single images. `tokens`: 8
+    bytes each, from position `first` on."""
 
     def text(position: int, stop: int) -> bytes:
         ids = tokens[(position - first) * _TOKEN_BYTES : (stop - first) * _TOKEN_BYTES]
@@ -90,8 +91,8 @@ def _runs(tokens: bytes, images: Sequence[ImageItem], start: int, end: int, firs
 
 
 def _image_run(image: ImageItem, count: int, offset: int) -> bytes:
-    """The bytes of an image run. KV of a span depends on its features and, if the model has them, on its rotary
-    positions, which also determine the positions of the text behind it."""
+    """Encodes `count` positions of a span from its `offset`th on. KV of a span depends on its features and, if the
+    model has them, on its rotary positions, which also determine the positions of the text behind it."""
     rope = image.rope
     if rope is None:
         return _IMAGE_RUN.pack(_IMAGE, count, offset) + image.digest
@@ -109,7 +110,7 @@ def feature_key(digest: ImageDigest, cache_salt: str = "") -> FeatureKey:
 
 
 def feature_hashes(key: FeatureKey, num_blocks: int) -> Iterator[BlockHash]:
-    """Hashes of the image-cache blocks with one picture's features, in order."""
+    """Yields the hashes of the image-cache blocks with one picture's features, in order."""
     for index in range(num_blocks):
         data = key + index.to_bytes(4, "little")
         yield BlockHash(blake2b(data, digest_size=_HASH_BYTES, person=b"hydra-feature").digest())

@@ -19,8 +19,8 @@ MAX_LINES = 200
 
 
 class Ledger:
-    """The ledger of one instance's caches. `has_states`: a sequence slot also holds a recurrent state, and is reported
-    as one."""
+    """Reports who holds blocks and slots in the caches of an instance, and finds leaks. `has_states`: a sequence slot
+    also holds a recurrent state, and is reported as one."""
 
     def __init__(
         self, kv: CacheManager[RequestId], features: FeatureCache, seq_slots: SlotPool, *, has_states: bool = False
@@ -31,7 +31,8 @@ class Ledger:
         self._has_states = has_states
 
     def problems(self, live: Collection[RequestId]) -> tuple[str, ...]:
-        """Descriptions of blocks without a live owner and of broken bookkeeping; empty if there are none."""
+        """Describes blocks and slots of requests that are not `live`, and broken bookkeeping; empty if there are
+        none. `live`: the ids of all requests that are not forgotten."""
         problems = [f"request {r} is gone and holds KV blocks" for r in self._kv.tables if r not in live]
         for key, _, _ in self._features.held_blocks():
             users = self._features.users(key)
@@ -52,7 +53,7 @@ class Ledger:
         return tuple(problems)
 
     def report(self, live: Collection[RequestId]) -> LedgerReport:
-        """The ledger report; names at most MAX_LINES holders."""
+        """Returns the numbers of blocks and slots, their holders in at most MAX_LINES lines, and the `problems`."""
         lines = [f"request {r}: {table.num_blocks} KV blocks" for r, table in self._kv.tables.items()]
         for key, _, num_blocks in self._features.held_blocks():
             users = self._features.users(key)
@@ -91,7 +92,8 @@ def check_pool(pool: BlockPool) -> None:
 
 
 def check_tables(manager: CacheManager[Holder]) -> None:
-    """Raises AssertionError unless pool and tables agree."""
+    """Raises AssertionError unless each block is held once for each table that lists it, and the pool passes
+    `check_pool`."""
     check_pool(manager.pool)
     listed: Counter[int] = Counter()
     for table in manager._tables.values():
@@ -105,13 +107,14 @@ def check_tables(manager: CacheManager[Holder]) -> None:
 
 
 def check_slots(seq_slots: SlotPool) -> None:
-    """Raises AssertionError unless every slot is held once or free once."""
+    """Raises AssertionError unless every slot is either free or held by one request."""
     slots = sorted([*seq_slots.slot_of.values(), *seq_slots._free])
     assert slots == list(range(seq_slots.num_seq_slots)), "a slot is lost or held twice"
 
 
 def check_features(features: FeatureCache) -> None:
-    """Raises AssertionError unless entries and blocks agree."""
+    """Raises AssertionError unless exactly the entries that are ENCODING or ENCODED have blocks, shared by no two, and
+    of all entries exactly the ENCODED ones can be found by their hashes (none if nothing is kept for reuse)."""
     check_tables(features._blocks)
     holding = {key for key, entry in features._entries.items() if entry.progress != ImageProgress.WAITING}
     assert holding == features._blocks.tables.keys(), "entries and blocks disagree"

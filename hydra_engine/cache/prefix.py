@@ -16,8 +16,9 @@ from hydra_engine.core.state import RequestState
 class PrefixCache:
     """Prefix lookup for requests, and publication of the blocks that they compute.
 
-    The hashes of a request are computed at the first lookup, and extended as its answer fills blocks. Publication is
-    postponed until it makes a difference, so that it takes no time between two steps.
+    The hashes of a request are computed at the first lookup, and extended as its answer fills blocks. Computed blocks
+    are queued and published before the next lookup or before blocks are freed, so that it takes no time between two
+    steps.
 
     `enabled` False: nothing is found or published. `shares_features`: images with the same picture have the same key.
     """
@@ -31,10 +32,11 @@ class PrefixCache:
         self._unpublished: list[tuple[RequestState, int]] = []
 
     def find(self, state: RequestState) -> list[int]:
-        """The cached blocks of the longest usable prefix of the request.
+        """Returns the cached blocks of the longest usable prefix of the request's tokens, after publishing what is
+        queued.
 
-        At least one token is left over, since computing it gives the next token; the prefix does not end inside a
-        `whole` image. Empty for a request whose prompt is scored here.
+        At least one token is left over, since computing it gives the next token; the prefix does not end inside an
+        image with bidirectional attention. Empty for a request whose prompt is scored here, and if not enabled.
         """
         if not self._enabled or (state.scores_prompt and not state.external_kv):
             return []
@@ -56,8 +58,8 @@ class PrefixCache:
             self._unpublished += filled
 
     def publish(self) -> None:
-        """Makes queued blocks findable. Called before every lookup and before blocks are freed; cheapest while a step
-        runs."""
+        """Publishes the queued blocks: lookups can find them from now on. Called before every lookup and before blocks
+        are freed; costs least while a step runs."""
         for state, full in self._unpublished:
             if full > state.num_published:
                 hashes = self._hashes(state, full)
@@ -66,13 +68,15 @@ class PrefixCache:
         self._unpublished.clear()
 
     def feature_keys(self, request: Request) -> tuple[FeatureKey, ...]:
-        """Keys of the features of the request's images; unique ones if features are not shared."""
+        """Returns the keys of the features of the request's images: by content, or unique ones if features are not
+        shared."""
         if not self._shares_features:
             return tuple(FeatureKey(b"%d.%d" % (request.id, index)) for index in range(len(request.images)))
         return tuple(feature_key(image.digest, request.cache_salt) for image in request.images)
 
     def _hashes(self, state: RequestState, num_blocks: int) -> list[BlockHash]:
-        """Hashes of the request's first `num_blocks` full blocks or more."""
+        """Returns the hashes of all full blocks of the request that were hashed so far, after computing missing ones up
+        to `num_blocks`."""
         chain = state.block_hashes
         if len(chain) < num_blocks:
             request, size = state.request, self._block_size
