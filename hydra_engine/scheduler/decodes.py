@@ -1,9 +1,10 @@
-"""The running decodes as arrays with one entry per member, so that a step costs a few array operations instead of a
+"""The running decodes as arrays with one entry per request, so that a step costs a few array operations instead of a
 loop over rows.
 
 Owns everything about a decode that changes with every token: the position of its next row, its last token, the number
-of its unread tokens, its block table as plans see it, and the times of its tokens. The tokens themselves are
-appended to `RequestState.generated`. Allocates no block; does not know queues, budgets or preemption.
+of its tokens in flight (planned, and their results not read yet), its block table as plans see it, and the times of its
+tokens. The tokens themselves are appended to `RequestState.generated`. Allocates no block; does not know queues,
+budgets or preemption.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from hydra_engine.core.plans import BlockIds, DecodeRows, Int64s
 from hydra_engine.core.state import Ending, RequestState
 from hydra_engine.scheduler.timeline import Seconds, Timeline, is_late
 
-Indices = slice | Int64s  # indices of members; a slice for the first ones
+Indices = slice | Int64s  # indices of decodes in the table; a slice for the first ones
 Bools = npt.NDArray[np.bool_]
 SPARE_COLUMNS = 16  # columns of a plan's block tables beyond the longest context
 _ABSENT = -1
@@ -30,38 +31,38 @@ _NO_INDICES: Int64s = np.zeros(0, dtype=np.int64)
 
 
 class Ready(NamedTuple):
-    """Members that may compute a row; entry i of `starts` belongs to member i of `indices`. Valid until a member joins
-    or leaves."""
+    """The decodes that may compute a row in the next step; entry i of `starts` belongs to the decode at `indices[i]`.
+    Valid until a request joins or leaves the table."""
 
     indices: Indices
-    starts: Int64s  # [B] position of the member's next row
+    starts: Int64s  # [B] position of the next row
     num_keys: int  # sum of keys that these rows read
 
 
 class NewTokens(NamedTuple):
-    """The rows of a step whose requests continue or have just ended with this token; entry i of an [R] field belongs to
-    row i. Deferred rows are not among them. The fields of messages are lists, which are not changed afterwards."""
+    """New tokens of a step's decodes, without deferred rows and rows of requests that had left the table; entry i of an
+    [R] field is the i-th of these rows. Lists that go into messages are not changed afterwards."""
 
     live: Bools | None  # [B] mask of these rows among the plan's rows; None: all
     request_ids: list[int]  # [R]
     positions: list[int]  # [R] number of tokens generated before
     token_ids: list[int]  # [R]
-    ended: list[tuple[RequestState, Ending]]
+    ended: list[tuple[RequestState, Ending]]  # requests that this token ends; the caller ends them
     filled: list[tuple[RequestState, int]]  # (request, full blocks) if the row filled a KV block
     late: list[tuple[RequestState, float]]  # (request, time of the token before) if the token came late
 
 
 class RowsInFlight(NamedTuple):
-    """The rows of a plan in flight. With an `id_list`, row i belongs to member i while no member has left since
-    (`num_left`)."""
+    """The decode rows of a plan in flight. With an `id_list`, row i belongs to the decode at index i as long as none
+    has left the table since (`num_left`)."""
 
     rows: DecodeRows
-    id_list: list[int] | None  # request ids of the rows, if every member has one
-    num_left: int  # members that had left when the rows were planned
+    id_list: list[int] | None  # request ids of the rows, if every decode of the table has one
+    num_left: int  # decodes that had left the table when the rows were planned
 
 
 class _Members(NamedTuple):
-    """Slots and ids of all members by index. Plans share the arrays, so they are never changed."""
+    """Slots and ids of all decodes in the table, by index. Plans share the arrays, so they are never changed."""
 
     seq_slots: Int64s
     request_ids: Int64s
@@ -71,12 +72,12 @@ class _Members(NamedTuple):
 class DecodeTable:
     """The table of running decodes.
 
-    A member is a request that decodes, or one whose last chunk is in flight: the decode behind it can be planned.
-    Members are numbered without gaps: when one leaves, the last one gets its index.
+    Its members, called decodes, are the requests that decode, and those whose last chunk is in flight: the decode
+    behind that can be planned. They are numbered without gaps: when one leaves, the last one gets its index.
 
-    Invariants, for a member: `starts` is `num_tokens - 1` of its state plus its unread tokens, one for each of its rows
-    in flight and one if its last chunk is in flight. Its row of `tables` has the blocks of positions before its
-    `shown`, and zeros behind. Entries that a plan may see are never changed, only appended behind; when a member leaves
+    Invariants, for a decode: `starts` is `num_tokens - 1` of its state plus its tokens in flight, one for each of its
+    rows in flight and one if its last chunk is in flight. Its row of `tables` has the blocks of positions before its
+    `shown`, and zeros behind. Entries that a plan may see are never changed, only appended behind; when a decode leaves
     there is a new array, so nothing is copied while the same requests decode.
     """
 
@@ -100,28 +101,30 @@ class DecodeTable:
         self._block_size = block_size
         self._in_flight: deque[RowsInFlight] = deque()  # includes rows of requests that have left
         self._index_of = np.full(num_seq_slots, _ABSENT, dtype=np.int64)  # by slot
-        self._members: _Members | None = None  # None: a member has joined or left
-        self._num_left = 0  # members that have left so far
-        self._stop_ids: Counter[int] = Counter()  # token id -> number of members that it ends
+        self._members: _Members | None = None  # None: a decode has joined or left
+        self._num_left = 0  # decodes that have left so far
+        self._stop_ids: Counter[int] = Counter()  # token id -> number of decodes that it ends
         self._sum_starts = 0
         self._longest = 0  # upper bound of all starts
 
     def is_member(self, seq_slot: int) -> bool:
+        """True if the request in this slot is in the table."""
         return bool(self._index_of[seq_slot] != _ABSENT)
 
     def index_of(self, seq_slot: int) -> int:
-        """Index of the member in this slot. Asserts that there is one."""
+        """Index of the decode in this slot. Asserts that there is one."""
         assert self.is_member(seq_slot), f"no decode in slot {seq_slot}"
         return int(self._index_of[seq_slot])
 
     def num_in_flight(self, seq_slot: int) -> int:
-        """Number of rows of a slot in flight, whichever request had the slot when they were planned."""
+        """Number of decode rows in flight with this slot, whichever request had it when they were planned."""
         return sum(int(np.count_nonzero(step.rows.seq_slots == seq_slot)) for step in self._in_flight)
 
     # ---- coming and going
 
     def join(self, state: RequestState, seq_slot: int, blocks: BlockTable, timeline: Timeline, *, unread: int) -> None:
-        """Adds a member. `unread` 1: the chunk that samples the token before its first row is still in flight."""
+        """Adds a decode in a slot without one. `unread`: 1 if its last chunk, which samples the token before its first
+        row, is still in flight, else 0. Keeps the times of its tokens in place of `timeline` until it leaves."""
         assert self._index_of[seq_slot] == _ABSENT, "a decode joins twice"
         index, request = len(self.states), state.request
         self.times.join(state, timeline)
@@ -146,8 +149,8 @@ class DecodeTable:
         self._stop_ids.update(state.stop_ids)
 
     def leave(self, seq_slot: int) -> None:
-        """Removes the member in this slot, if any: no more rows are planned for it, and its rows in flight are
-        discarded on return."""
+        """Removes the decode in this slot, if any: no more rows are planned for it, its rows in flight are discarded on
+        return, and its times are back in its timeline. The last decode gets its index."""
         index, last = int(self._index_of[seq_slot]), len(self.states) - 1
         if index == _ABSENT:
             return
@@ -172,8 +175,8 @@ class DecodeTable:
     # ---- blocks
 
     def without_next_block(self, ready: Ready) -> Int64s:
-        """Indices of the members that have no block for their next row. Appends blocks that are allocated already: a
-        request that was preempted before got all its blocks at its start."""
+        """Returns the indices of ready decodes that have no block for their next row. Makes blocks that are allocated
+        already visible to plans first: a request that was preempted before got all its blocks at its start."""
         indices, starts = ready.indices, ready.starts
         at_end = starts >= self._shown[indices]
         if not np.count_nonzero(at_end):
@@ -190,14 +193,14 @@ class DecodeTable:
         return without[~np.isin(without, list(allocated))]
 
     def append_blocks(self, indices: Int64s, blocks: Sequence[int]) -> None:
-        """Appends a block to the visible block table of each member: the block in which its next row begins."""
+        """Appends the block in which its next row lies to the block table of each decode as plans see it."""
         columns = self._shown[indices] // self._block_size
         self._reserve_columns(int(columns.max()) + 1)
         self._tables[indices, columns] = blocks
         self._shown[indices] += self._block_size
 
     def _reserve_columns(self, count: int) -> None:
-        """Widens the tables by copy if needed; plans in flight keep the old array."""
+        """Widens the tables to at least `count` columns, by copy; plans in flight keep the old array."""
         have = self._tables.shape[1]
         if count > have:
             wider = np.zeros((len(self._tables), self._width(count)), dtype=np.int32)
@@ -205,13 +208,15 @@ class DecodeTable:
             self._tables, self._tables_shared = wider, False
 
     def _width(self, count: int) -> int:
-        """Number of columns for tables of `count` blocks: rounded up for growth, at most what a member can need."""
+        """Number of columns for tables of `count` blocks: rounded up for growth, at most what any decode so far can
+        need."""
         return max(count, min(-(-count // SPARE_COLUMNS) * SPARE_COLUMNS, self._max_blocks))
 
     # ---- planning
 
     def ready(self) -> Ready:
-        """The members that may compute a row: all but deferred ones and those planned up to their last token."""
+        """Returns the decodes that may compute a row: all but deferred ones and those planned up to the last token that
+        `max_new_tokens` allows."""
         everyone = slice(0, len(self.states))
         starts = self._starts[everyone].copy()
         may = (starts <= self._lasts[everyone]) & ~self._deferred[everyone]
@@ -220,14 +225,14 @@ class DecodeTable:
         return _ready(may.nonzero()[0], starts[may])
 
     def without(self, ready: Ready, indices: Int64s) -> Ready:
-        """`ready` without the members at these indices."""
+        """Returns `ready` without the decodes at these indices."""
         among = np.arange(len(self.states))[ready.indices]
         kept = ~np.isin(among, indices)
         return _ready(among[kept], ready.starts[kept])
 
     def take_rows(self, ready: Ready, *, ahead: bool) -> DecodeRows:
-        """Plans one row for each ready member and advances its start. `ahead`: a step is in flight, so tokens that it
-        samples are -1."""
+        """Plans one row for each ready decode, advances its start and, if there are any, counts the rows as in flight.
+        `ahead`: a step is in flight, so tokens that it samples are -1."""
         indices, starts = ready.indices, ready.starts
         token_ids = self._last_tokens[indices].copy()
         if ahead:
@@ -258,7 +263,7 @@ class DecodeTable:
         return rows
 
     def _unread(self) -> Int64s:
-        """[M] number of tokens of each member that are planned and not read yet."""
+        """Number of tokens of each decode in the table that are planned and not read yet: int64 [M]."""
         counts: Int64s = self._chunk_in_flight[: len(self.states)].copy()
         for step in self._in_flight:
             indices = self._index_of[step.rows.seq_slots]
@@ -266,8 +271,8 @@ class DecodeTable:
         return counts
 
     def pace(self, ready: Ready) -> tuple[Seconds, Int64s, Int64s]:
-        """(seconds from the first to the latest token, gaps, late gaps) of each ready member, counting the tokens read
-        so far."""
+        """Returns the seconds from the first to the latest token, the number of gaps between tokens and that of late
+        ones of each ready decode, [B] each, by the tokens read so far; 0 seconds without a gap."""
         indices = ready.indices
         elapsed_s, late_gaps = self.times.elapsed(indices)
         num_gaps = np.maximum(ready.starts - self._offsets[indices] - self._unread()[indices] - 1, 0)
@@ -276,23 +281,23 @@ class DecodeTable:
     # ---- results
 
     def read_chunk(self, seq_slot: int, token_id: int, ended_s: float, gap_s: float) -> float | None:
-        """Records the token of a member's last chunk, which is in `generated` already. Returns the time of the token
-        before if this one is late."""
+        """Records the token of a decode's last chunk, which is in `generated` already. Returns the time of the token
+        before if this one is late. `gap_s`: `StepTimes.gap_s`, above which it is late without a limit."""
         index = self.index_of(seq_slot)
         self._chunk_in_flight[index] = 0
         self._last_tokens[index] = token_id
         return self.times.read_chunk(index, ended_s, gap_s)
 
     def defer_chunk(self, seq_slot: int) -> None:
-        """Takes a member's last chunk, of one token, out of flight without a result: a later step computes that token's
-        row."""
+        """Counts a decode's last chunk, of one token, as returned without a result: a later step plans its position
+        again, as a decode row. Its rows in flight, planned behind the chunk, are not computed either."""
         index = self.index_of(seq_slot)
         self._chunk_in_flight[index] = 0
         self._last_tokens[index] = self._generated[index][-1]
         self._defer(np.array([index]))
 
     def _defer(self, indices: Int64s) -> None:
-        """Sets these members back by one row. Their later rows in flight are not computed either, and must return
+        """Sets these decodes back by one row. Their later rows in flight are not computed either, and must return
         before a new row is planned."""
         self._starts[indices] -= 1
         self._sum_starts -= len(indices)
@@ -300,7 +305,7 @@ class DecodeTable:
         self._end_deferrals()
 
     def _end_deferrals(self) -> None:
-        """Clears the deferral of members without rows in flight."""
+        """Clears the deferral of decodes without anything in flight, which can be planned again."""
         if np.count_nonzero(deferred := self._deferred[: len(self.states)]):
             deferred &= self._unread() > 0
 
@@ -314,10 +319,11 @@ class DecodeTable:
         gap_s: float,
         deferred: Sequence[int] = (),
     ) -> NewTokens:
-        """Takes the rows of a step out of flight and appends their tokens to the members; rows of requests that have
-        left are discarded.
+        """Counts the rows of the oldest plan in flight as returned, appends their tokens to `RequestState.generated`
+        and records their times. Discards rows of requests that have left; sets requests with deferred rows back.
 
-        `batch`: rows of the step. `gap_s`: `StepTimes.gap_s`. `deferred`: deferred rows, ascending.
+        `batch`: number of all rows of the step. `gap_s`: `StepTimes.gap_s`. `deferred`: deferred rows, ascending. Ends
+        no request; one whose row failed must have left before.
         """
         step = self._in_flight.popleft()
         assert step.rows is rows, "steps come back in another order"
@@ -354,7 +360,7 @@ class DecodeTable:
         )
 
     def _filled(self, indices: Indices, starts: Int64s) -> list[tuple[RequestState, int]]:
-        """(request, full blocks) of each row that filled a KV block."""
+        """Returns (request, number of its full blocks) of each row that filled a KV block."""
         full = (starts % self._block_size == self._block_size - 1).nonzero()[0]
         if not full.size:
             return []
@@ -364,8 +370,8 @@ class DecodeTable:
     def _ended(
         self, indices: Indices, starts: Int64s, token_ids: Int64s, token_list: list[int]
     ) -> list[tuple[RequestState, Ending]]:
-        """Members that end with this token: only those at their last row, or with a token that ends some member, are
-        checked."""
+        """Returns the requests that end with this token. Checks only those at their last row, or with a token that ends
+        some decode in the table."""
         ended = starts >= self._lasts[indices]
         if not self._stop_ids.keys().isdisjoint(token_list):
             ended |= np.isin(token_ids, list(self._stop_ids))
@@ -377,7 +383,7 @@ class DecodeTable:
         return [(state, ending) for state, ending in endings if ending is not None]
 
     def _states_at(self, indices: Indices, rows: Int64s) -> list[RequestState]:
-        """States of the members in these rows; row i is the member `indices[i]`."""
+        """States of the requests in these rows; row i is the decode at `indices[i]`."""
         among = rows if isinstance(indices, slice) else indices[rows]
         return [self.states[index] for index in among.tolist()]
 
@@ -387,24 +393,25 @@ def _zeros(count: int) -> Int64s:
 
 
 def _ready(indices: Int64s, starts: Int64s) -> Ready:
-    """The members at these indices, whose next rows begin at `starts`."""
+    """Returns the decodes at these indices, whose next rows are at positions `starts`."""
     return Ready(indices, starts, int(starts.sum()) + len(starts))
 
 
 @dataclass(slots=True)
 class _Watched:
-    """A member and its open decode span: its start, and the counters at that time."""
+    """A request in the table of decodes and its open decode span: the start, and the counters then."""
 
     state: RequestState
     timeline: Timeline
     since_s: float
-    num_generated: int
-    num_steps: int
-    num_rows: int
+    num_generated: int  # tokens of the request before the span
+    num_steps: int  # steps with decodes, of the instance
+    num_rows: int  # rows of these steps
 
 
 class DecodeTimes:
-    """Token times, limits and open decode spans of the members of the table of decodes, by the same indices."""
+    """Token times, limits and open decode spans of the requests in the table of decodes, by the same indices.
+    `num_limited`: how many have a TPOT limit."""
 
     def __init__(self, num_slots: int) -> None:
         self._watched: list[_Watched] = []
@@ -418,7 +425,7 @@ class DecodeTimes:
     # ---- coming and going
 
     def join(self, state: RequestState, timeline: Timeline) -> None:
-        """Appends a member: its index is the number of members before."""
+        """Appends a request at the next index, with the times of its timeline, and opens its decode span."""
         index = len(self._watched)
         counts = len(state.generated), self._num_steps, self._num_rows
         self._watched.append(_Watched(state, timeline, timeline.last_s, *counts))
@@ -428,7 +435,8 @@ class DecodeTimes:
         self._late_gaps[index] = timeline.late_gaps
 
     def leave(self, index: int) -> None:
-        """Removes a member; the last one gets its index."""
+        """Removes the request at this index, which the last one gets. Its times go back to its timeline, with the open
+        decode span."""
         watched = self._watched[index]
         timeline = watched.timeline
         self.num_limited -= bool(self._tpot_limits_s[index] < math.inf)
@@ -444,7 +452,8 @@ class DecodeTimes:
             self._late_gaps[index] = self._late_gaps[last]
 
     def _close(self, watched: _Watched, until_s: float, late: int = 0) -> None:
-        """Adds the open decode span to the timeline. `late` 1: the latest token was late and is not part of it."""
+        """Adds the decode span to the timeline, if it has tokens. `late`: 1 if the latest token is late, and so is not
+        part of it, else 0."""
         tokens = watched.state.num_generated - watched.num_generated - late
         if tokens > 0:
             batch = (self._num_rows - watched.num_rows) / max(1, self._num_steps - watched.num_steps)
@@ -453,7 +462,8 @@ class DecodeTimes:
     # ---- results
 
     def read_chunk(self, index: int, ended_s: float, gap_s: float) -> float | None:
-        """Records the token of a member's last chunk. Returns the time of the token before if this one is late."""
+        """Records the token of a request's last chunk, with which its decode span begins. Returns the time of the token
+        before if this one is late. `gap_s`: `StepTimes.gap_s`."""
         watched = self._watched[index]
         timeline = watched.timeline
         late_since_s = timeline.add_prefill_token(ended_s, gap_s)
@@ -464,8 +474,9 @@ class DecodeTimes:
         return late_since_s
 
     def add_tokens(self, indices: Indices, ended_s: float, *, batch: int, gap_s: float) -> list[tuple[int, float]]:
-        """Records a token of each of these members, from a step of `batch` rows. Returns (index, time of the token
-        before) of each late token. `gap_s`: `StepTimes.gap_s`."""
+        """Records a token of each of these decodes, from a step of `batch` rows. Returns (index, time of the token
+        before) of each late token, after closing the decode span before it; the caller must `resume` these. `gap_s`:
+        `StepTimes.gap_s`."""
         before_s = self._last_s[indices]
         limits = self._tpot_limits_s[indices] if self.num_limited else None
         late = is_late(ended_s - before_s, limits, gap_s).nonzero()[0]
@@ -483,7 +494,8 @@ class DecodeTimes:
         return found
 
     def resume(self, index: int, resumed_s: float) -> None:
-        """Opens a new decode span of a member, from its late token on, at the end of a gap before that."""
+        """Starts a new decode span after a gap: it begins at `resumed_s`, the end of the gap, and the late token is its
+        first."""
         watched = self._watched[index]
         watched.since_s, watched.num_generated = resumed_s, watched.state.num_generated - 1
         watched.num_steps, watched.num_rows = self._num_steps - 1, self._num_rows - self._latest_batch
@@ -491,10 +503,11 @@ class DecodeTimes:
     # ---- questions
 
     def limits(self, indices: Indices) -> Seconds:
-        """[len(indices)] TPOT limits in seconds, infinite for none. May be a view: valid until the next change, read
-        only."""
+        """TPOT limits of these decodes in seconds, infinite without one: [B]. May be a view: valid until the next
+        change, read only."""
         return self._tpot_limits_s[indices]
 
     def elapsed(self, indices: Indices) -> tuple[Seconds, Int64s]:
-        """(seconds from the first to the latest token, late gaps) of these members, counting the tokens read so far."""
+        """Returns the seconds from the first to the latest token and the number of late gaps of these decodes, [B]
+        each, by the tokens read so far."""
         return self._last_s[indices] - self._first_s[indices], self._late_gaps[indices]

@@ -20,8 +20,8 @@ Holder = tuple[FeatureKey, list[tuple[RequestState, int]], int]  # (key, images 
 
 
 class ImageTracker:
-    """The image progress of all requests. `patches_waiting`: patches of images that wait for an encode here, once for
-    each request that needs it."""
+    """The image progress of all requests. `patches_waiting`: number of patches of images that wait for an encode here,
+    counted once for each image that needs it, even if several have the same picture."""
 
     def __init__(
         self,
@@ -41,15 +41,16 @@ class ImageTracker:
     # ---- requests
 
     def arrive(self, state: RequestState, cached_tokens: int, now: float) -> None:
-        """Sets the progress of a new request's images; images before `cached_tokens` need no features as long as that
-        KV stays cached."""
+        """Sets the progress of a new request's images: CACHED if they end within the first `cached_tokens` tokens or
+        the KV is loaded, else that of their features, of which they become users."""
         for index, image in enumerate(state.request.images):
             self.patches_waiting += image.num_patches * (index not in state.external_images)
             covered = state.external_kv or image.end <= cached_tokens
             self._set(state, index, ImageProgress.CACHED if covered else self._need(state, index), now)
 
     def recheck(self, state: RequestState, cached_tokens: int, now: float) -> None:
-        """Requires features for images whose cached KV is gone; they may be encoded already or in flight."""
+        """Makes CACHED images that end behind the first `cached_tokens` tokens users of their features, which may be
+        encoded already or in flight; if not, the images wait for them."""
         for index, image in enumerate(state.request.images):
             if state.images[index] == ImageProgress.CACHED and image.end > cached_tokens:
                 progress = self._need(state, index)
@@ -58,13 +59,14 @@ class ImageTracker:
                 self._set(state, index, progress, now)
 
     def lose_kv(self, state: RequestState) -> None:
-        """Sets consumed images back to CACHED after a preemption, until the next lookup."""
+        """Sets consumed images back to CACHED when the KV of a request is freed; the next lookup decides whether they
+        need features again."""
         for index, progress in enumerate(state.images):
             if progress == ImageProgress.CONSUMED:
                 state.images[index] = ImageProgress.CACHED
 
     def consume(self, state: RequestState, now: float) -> None:
-        """Releases the features of images whose whole span has KV now."""
+        """Marks the images whose whole span has KV now as CONSUMED and releases their features."""
         for index, image in enumerate(state.request.images):
             progress = state.images[index]
             if progress != ImageProgress.CONSUMED and image.end <= state.num_computed:
@@ -73,21 +75,21 @@ class ImageTracker:
                 self._set(state, index, ImageProgress.CONSUMED, now)
 
     def release(self, state: RequestState, index: int, now: float) -> bool:
-        """Releases an encode job's features of one image, which are not needed any more. Ignored if it has none. True
-        if all images of the job are done."""
+        """Releases an encode job's features of one image, which were fetched or refused; no effect if it has none.
+        Returns True if all images of the job are CONSUMED."""
         if state.images[index] == ImageProgress.ENCODED:
             self._features.drop((state.request.id, index), state.image_keys[index])
             self._set(state, index, ImageProgress.CONSUMED, now)
         return all(progress == ImageProgress.CONSUMED for progress in state.images)
 
     def end(self, state: RequestState) -> None:
-        """Stops counting the patches of a request that is about to end."""
+        """Subtracts the patches of a request that is about to end from `patches_waiting`."""
         for index, progress in enumerate(state.images):
             if progress == ImageProgress.WAITING and index not in state.external_images:
                 self.patches_waiting -= state.request.images[index].num_patches
 
     def drop(self, state: RequestState) -> None:
-        """Releases all features that an ended request holds."""
+        """Removes an ended request from the users of all features that it holds or waits for."""
         for index, progress in enumerate(state.images):
             if progress <= ImageProgress.ENCODED:
                 self._features.drop((state.request.id, index), state.image_keys[index])
@@ -97,8 +99,8 @@ class ImageTracker:
     def ensure_blocks(
         self, state: RequestState, index: int, num_blocks: int, reserved: int, now: float, *, may_evict: bool
     ) -> bool:
-        """True if the image can have `num_blocks`, after evicting features of later images if needed. Evicts only if
-        `may_evict` and no blocks are `reserved` for earlier images."""
+        """True if `num_blocks` blocks are free beyond those `reserved` for earlier images. Evicts features of later
+        images to that end, but only with `may_evict`, with nothing reserved, and if it is enough. Allocates nothing."""
         features = self._features
         if features.pool.num_free >= reserved + num_blocks:
             return True
@@ -110,7 +112,8 @@ class ImageTracker:
         return features.pool.num_free >= num_blocks
 
     def reserve(self, state: RequestState, index: int, now: float) -> None:
-        """Allocates blocks for features that are about to be written, for all requests with the same picture."""
+        """Allocates blocks for features that are about to be written, and sets all images with the same picture to
+        ENCODING. Asserts that there are enough: `ensure_blocks` must have returned True."""
         key = state.image_keys[index]
         granted = self._features.reserve(key)
         assert granted, "room was made and is gone"
@@ -118,9 +121,10 @@ class ImageTracker:
         self._follow(key, now)
 
     def finish(self, key: FeatureKey, now: float, *, failed: bool) -> list[RequestState]:
-        """Records the end of an encode or a load. Returns the requests that still need the features.
+        """Records the end of an encode or a load. Returns the requests with images that use the features, ended but not
+        forgotten ones included.
 
-        The caller ends the request of a failed encode; requests that shared it wait again.
+        If it `failed`, these images wait again; the caller ends the request that the encode was for.
         """
         users = self._features.users(key)
         self._features.finish(key, failed=failed)
@@ -129,27 +133,29 @@ class ImageTracker:
         return [self._states[request_id] for request_id in dict.fromkeys(r for r, _ in users)]
 
     def end_image_waits(self, users: Iterable[RequestState], own: Container[RequestId], now: float) -> None:
-        """Updates the timelines of requests with the same picture, other than `own`, that wait for no more images."""
+        """Ends the image wait in the timelines of those `users` of features that wait for no more images. Leaves out
+        ended requests and `own`, whose encode is recorded itself."""
         for state in users:
             if state.request.id not in own and state.ending is None and not state.waits_for_images:
                 self.end_image_wait(state, now)
 
     def end_image_wait(self, state: RequestState, now: float) -> None:
-        """Ends the image wait in the timeline of a request whose last image was encoded for another one."""
+        """Ends the image wait in the timeline of a request whose last image was not encoded for itself (shared, loaded
+        or cached). It waits in the queue from now on, unless a chunk is in flight."""
         timeline = self._timelines[state.request.id]
         timeline.end_encode_wait(now)
         if not state.num_scheduled:
             timeline.start_wait("queue", now)
 
     def evict(self, key: FeatureKey, now: float) -> None:
-        """Frees the blocks of encoded features; images that need them wait again."""
+        """Frees the blocks of encoded features; images that use them wait again."""
         self._features.evict(key)
         for request_id, index in self._features.users(key):
             self._waits(self._states[request_id], index, now)
         self._follow(key, now)
 
     def encoded_features(self) -> Iterator[Holder]:
-        """The encoded features in the cache that are held for requests."""
+        """Yields the encoded features that images of requests use."""
         for key, progress, num_blocks in self._features.held_blocks():
             if progress == ImageProgress.ENCODED:
                 yield key, [(self._states[request_id], i) for request_id, i in self._features.users(key)], num_blocks
@@ -157,19 +163,21 @@ class ImageTracker:
     # ---- inside
 
     def _need(self, state: RequestState, index: int) -> ImageProgress:
-        """Makes the image a user of its features and returns their progress."""
+        """Adds the image to the users of its features and returns their progress."""
         num_tokens = state.request.images[index].num_tokens
         return self._features.need((state.request.id, index), state.image_keys[index], num_tokens)
 
     def _waits(self, state: RequestState, index: int, now: float) -> None:
-        """Records that an image of the request waits for features from now on."""
+        """Records times: an image of the request waits for features from now on. Called before its progress is set to
+        WAITING."""
         if ImageProgress.WAITING not in state.images:
             state.image_wait_since_s = now
         if index not in state.external_images:
             self._timelines[state.request.id].start_encode_wait(now)
 
     def _follow(self, key: FeatureKey, now: float) -> None:
-        """Copies the progress of the features to all images that use them."""
+        """Copies the progress of the features to all images that use them, and moves their requests to the queues of
+        their phases."""
         progress = self._features.progress(key)
         for request_id, index in self._features.users(key):
             state = self._states[request_id]
@@ -177,6 +185,8 @@ class ImageTracker:
             self._requeue(state)
 
     def _set(self, state: RequestState, index: int, progress: ImageProgress, now: float) -> None:
+        """Sets the progress of an image. Unless the request has ended, also updates `patches_waiting` and notifies the
+        connector."""
         before, state.images[index] = state.images[index], progress
         if state.ending is not None:
             return

@@ -42,8 +42,8 @@ class Timeline:
 
     `cause`: what the request waits for on the language lane; the planner sets it, the next chunk resets it. `last_s`:
     end of its latest language step. `first_token_s`, `last_token_s`: times of its first and latest token (0.0: none
-    yet); `late_gaps`: number of late gaps between its tokens. While the request is in the table of decodes, these four
-    are kept there. `tpot_limit_s`: its TPOT limit, infinite without one.
+    yet); `late_gaps`: number of late gaps between its tokens. While the request is in the table of decodes, `last_s`
+    and these three are kept there and out of date here. `tpot_limit_s`: its TPOT limit, infinite without one.
     """
 
     __slots__ = (
@@ -63,7 +63,8 @@ class Timeline:
     def __init__(
         self, instance: str, now: float, has_images: bool, *, prefills: bool = True, tpot_limit_s: float = math.inf
     ) -> None:
-        """`prefills` False: an encode job, which waits for no language step."""
+        """Starts the waits of a request at `now`: for an encode if it `has_images`, and for a language step unless it
+        is an encode job (`prefills` False)."""
         self._instance = instance
         self._spans: list[StageSpan] = []
         self._encode_since_s = now if has_images else None
@@ -82,15 +83,16 @@ class Timeline:
             self._encode_since_s = now
 
     def add_encode(self, started_s: float, ended_s: float, *, batch: int, patches: int, more: bool) -> None:
-        """Records one vision step. `more`: images of the request still wait for an encode."""
+        """Records a vision step, and the wait before it unless shorter than `MIN_WAIT_S`. `more`: images of the request
+        still wait for an encode, so the next wait starts."""
         if self._encode_since_s is not None and started_s - self._encode_since_s >= MIN_WAIT_S:
             self._add("encode_wait", self._encode_since_s, started_s, lane="vision", cause="queue")
         self._add("encode", started_s, ended_s, lane="vision", batch=batch, tokens=patches)
         self._encode_since_s = ended_s if more else None
 
     def end_encode_wait(self, now: float) -> None:
-        """Ends the wait for an encode without one: the last image was encoded for another request, or its KV is
-        cached."""
+        """Ends and records the wait for an encode, if one is open, without an encode: the last image was encoded for
+        another request, or its KV is cached."""
         if self._encode_since_s is not None and now - self._encode_since_s >= MIN_WAIT_S:
             self._add("encode_wait", self._encode_since_s, now, lane="vision", cause="shared")
         self._encode_since_s = None
@@ -100,13 +102,15 @@ class Timeline:
         self._add("cached", now, now, tokens=tokens)
 
     def start_wait(self, cause: str, now: float) -> None:
-        """Closes the current wait and opens one with another cause."""
+        """Ends the open wait for a language step and starts one with another cause. No effect if none is open, or if it
+        has not begun before `now`."""
         if self._prefill_since_s is not None and now > self._prefill_since_s:
             self._end_wait(now)
             self._prefill_since_s, self.cause = now, cause
 
     def add_prefill(self, started_s: float, ended_s: float, *, batch: int, tokens: int, more: bool) -> None:
-        """Records one prefill chunk. `more`: it was not the last one."""
+        """Records a prefill chunk, and the wait before it unless shorter than `MIN_WAIT_S`. `more`: it was not the last
+        one, so the next wait starts."""
         if self._prefill_since_s is None:
             self._prefill_since_s = self.last_s
         self._end_wait(started_s)
@@ -116,12 +120,14 @@ class Timeline:
         self._wait_stage, self.cause = "prefill_wait", "queue"
 
     def add_decode(self, since_s: float, until_s: float, *, tokens: int, batch: int) -> None:
-        """Records consecutive decode steps without a late gap. `batch`: their mean number of rows."""
+        """Records consecutive decode steps without a late gap, and drops an open wait. `batch`: their mean number of
+        rows."""
         self._prefill_since_s = None
         self._add("decode", since_s, until_s, batch=batch, tokens=tokens)
 
     def add_prefill_token(self, ended_s: float, unlimited_s: float) -> float | None:
-        """Records the token that the last chunk sampled. Returns the time of the token before if this one is late."""
+        """Records the time of the token that the last chunk sampled. Returns the time of the token before if this one
+        is late. `unlimited_s`: see `is_late`."""
         before_s, self.last_token_s = self.last_token_s, ended_s
         if not self.first_token_s:
             self.first_token_s = ended_s
@@ -135,25 +141,28 @@ class Timeline:
         return self._add("decode_wait", since_s, until_s, cause=describe_causes(causes), blame=causes)
 
     def add_transfer(self, stage: str, since_s: float, until_s: float, tokens: int, cause: str | None = None) -> None:
-        """Records a copy of `tokens` tokens to or from this instance, or how long they waited for it. `cause`: why
-        there was no copy."""
+        """Records a copy of `tokens` tokens to or from this instance (pull_features, pull_kv), or how long they were
+        offered (offered_features, offered_kv). `cause`: why an offer was not fetched."""
         self._add(stage, since_s, until_s, lane="transfer", tokens=tokens, cause=cause)
 
     def start_preemption(self) -> None:
-        """Starts a wait for KV blocks after a preemption."""
+        """Starts a wait for KV blocks after a preemption: from the end of the latest language step, or in place of the
+        open wait, with its start."""
         if self._prefill_since_s is None:
             self._prefill_since_s = self.last_s
         self._wait_stage, self.cause = "preempted", "kv blocks"
 
     def close(self, now: float) -> tuple[StageSpan, ...]:
-        """Closes the open waits; returns all spans in order of start."""
+        """Records the open waits; returns all spans in order of start, in monotonic seconds. The request must have left
+        the table of decodes, which adds its decode span."""
         if self._encode_since_s is not None and now - self._encode_since_s >= MIN_WAIT_S:
             self._add("encode_wait", self._encode_since_s, now, lane="vision", cause="queue")
         self._end_wait(now)
         return tuple(sorted(self._spans, key=lambda span: (span.start_s, span.end_s)))
 
     def _end_wait(self, end_s: float) -> None:
-        """Records the open wait on the language lane unless it is shorter than `MIN_WAIT_S`."""
+        """Records the open wait for a language step, unless it is shorter than `MIN_WAIT_S`; the caller sets what is
+        open next."""
         since_s = self._prefill_since_s
         if since_s is not None and end_s - since_s >= MIN_WAIT_S:
             self._add(self._wait_stage, since_s, end_s, cause=self.cause)
@@ -170,6 +179,7 @@ class Timeline:
         cause: str | None = None,
         blame: Sequence[DelayCause] = (),
     ) -> StageSpan:
+        """Appends a span and returns it; shortens a full timeline first."""
         if len(self._spans) >= MAX_SPANS:
             self._spans = compact(self._spans)
         span = StageSpan(stage, start_s, end_s, self._instance, lane, batch, tokens, cause, tuple(blame))
@@ -178,8 +188,9 @@ class Timeline:
 
 
 def compact(spans: list[StageSpan]) -> list[StageSpan]:
-    """The same timeline in fewer spans: the shorter half of the waits is dropped, neighbours of one stage are merged.
-    If that is not enough (a request preempted very often), the earliest spans are dropped."""
+    """Returns the same timeline in fewer spans, at most 3/4 of `MAX_SPANS`: drops the shorter half of the waits and
+    merges neighbours of one stage on a lane. If that is not enough (a request preempted very often), the earliest spans
+    are dropped."""
     waits = [span.end_s - span.start_s for span in spans if span.stage in _WAITS]
     limit = median(waits) if waits else 0.0
     kept = [span for span in spans if span.stage not in _WAITS or span.end_s - span.start_s > limit]
@@ -191,7 +202,8 @@ def compact(spans: list[StageSpan]) -> list[StageSpan]:
 
 
 def _joined(run: list[StageSpan]) -> StageSpan:
-    """Merges consecutive spans of one stage into one."""
+    """Merges consecutive spans of one stage into one: from the first start to the last end, with the sum of the tokens,
+    the largest batch, and the cause and blame of the longest span."""
     first, last = run[0], run[-1]
     longest = max(run, key=lambda span: span.end_s - span.start_s)
     return StageSpan(
@@ -208,7 +220,7 @@ def _joined(run: list[StageSpan]) -> StageSpan:
 
 
 def anonymise(causes: Sequence[DelayCause]) -> tuple[DelayCause, ...]:
-    """The causes summed by kind, without request ids and amounts."""
+    """Sums the causes by kind, without requests and amounts; the largest sum first."""
     seconds: dict[str, float] = {}
     for cause in causes:
         seconds[cause.kind] = seconds.get(cause.kind, 0.0) + cause.seconds
@@ -216,12 +228,14 @@ def anonymise(causes: Sequence[DelayCause]) -> tuple[DelayCause, ...]:
 
 
 def describe_causes(causes: Sequence[DelayCause]) -> str:
-    """The largest causes in words: "prefill of request 12 (384 tokens), encode of request 9 (1152 patches)"."""
+    """Describes the first causes (the largest come first) that are at least a tenth of the delay, at most three:
+    "prefill of request 12 (384 tokens), encode of request 9 (1152 patches)"."""
     min_s = _MIN_NAMED * sum(cause.seconds for cause in causes)
     return ", ".join(_words(cause) for cause in causes[:_MAX_NAMED] if cause.seconds >= min_s)
 
 
 def _words(cause: DelayCause) -> str:
+    """Describes one cause, such as "encode of request 9 (1152 patches)"."""
     if cause.kind not in _UNITS:
         return _WORDS.get(cause.kind, cause.kind)
     whose = "other requests" if cause.request is None else f"request {cause.request}"
