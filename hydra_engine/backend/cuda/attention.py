@@ -36,7 +36,7 @@ Int32s = npt.NDArray[np.int32]
 
 
 class Rows(NamedTuple):
-    """Rows of a step on the host. Never changed."""
+    """The rows of a plan, copied to the host: cu_q [B + 1] and num_context [B]. Never changed."""
 
     cu_q: Int32s
     num_context: Int32s
@@ -44,9 +44,11 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CudaPlan:
-    """`AttentionPlan.native`: the first `num_decodes` rows take the decode kernel, the other rows the prefill kernel.
+    """`AttentionPlan.native`: the first `num_decodes` rows take the decode kernel, the others the prefill kernel.
 
-    rest_cu_q, max_rest_q: of the prefill kernel's rows. max_decode_context: None means as long as the block tables.
+    num_decodes: 0 if deterministic. In a mixed plan (`mixed`) otherwise all rows: the prefill kernel overwrites the
+    results of prompts. max_decode_context: tokens of the longest context of a decode; None: as long as the block
+    tables. rest_cu_q, max_rest_q: the prefill kernel's cu_q, and the most queries that one of its rows has.
     """
 
     num_tokens: int
@@ -60,13 +62,13 @@ class CudaPlan:
 
 
 def num_leading_decodes(cu_q: Int32s) -> int:
-    """The number of rows with one query before the first other row."""
+    """Number of rows before the first that has not exactly one query. cu_q: [B + 1]."""
     others = np.flatnonzero(np.diff(cu_q) != 1)
     return int(others[0]) if others.size else len(cu_q) - 1
 
 
 class _LaneBuffers(threading.local):
-    """Buffers of the calling lane, whose launches run in order."""
+    """Buffers of the calling lane's thread. All its launches may use them, since they run in order."""
 
     def __init__(self) -> None:
         self.segments: dict[tuple[int, ...], tuple[Tensor, int]] = {}  # as `CudaAttention.segments` returns them
@@ -76,8 +78,9 @@ class _LaneBuffers(threading.local):
 class CudaAttention:
     """Triton's attention for a device with `num_sms` SMs.
 
-    send: `Device.send`. num_sms_here: of a divided device: given `num_sms`, returns the SMs that the calling thread's
-    launches get. tma_prompts: prompts take the kernel with TMA descriptors.
+    send: `Device.send`. deterministic: all rows take the prefill kernel. num_sms_here: for a device that is divided:
+    given `num_sms`, returns the SMs that the calling thread's launches get; None: not divided. tma_prompts: rows of
+    prompts take the kernel with TMA descriptors if it can read the cache, but not in mixed plans.
     """
 
     def __init__(
@@ -104,7 +107,7 @@ class CudaAttention:
     # ---- plans
 
     def plan(self, cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
-        """`Ops.plan_attention`. Copies all three tensors before it returns."""
+        """Implements `Ops.plan_attention`. Copies all three tensors before it returns."""
         max_q, max_context = checks.check_plan(cu_q, num_context, block_tables)
         rows = Rows(cu_q.numpy().copy(), num_context.numpy().copy())
         num_decodes = 0 if self._deterministic else num_leading_decodes(rows.cu_q)
@@ -123,7 +126,7 @@ class CudaAttention:
         return AttentionPlan(sent_cu_q, sent_context, tables, max_q, max_context, native)
 
     def plan_decode(self, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
-        """`Ops.plan_decode`; `max_context` is 0, since only the cache knows the block size."""
+        """Implements `Ops.plan_decode`. `max_context` of the plan is 0, since only the cache knows the block size."""
         batch, _ = checks.check_decode_plan(num_context, block_tables)
         checks.check_device(self._device, (("num_context", num_context), ("block_tables", block_tables)))
         cu_q = torch.arange(batch + 1, dtype=torch.int32, device=self._device)
@@ -133,8 +136,8 @@ class CudaAttention:
         return AttentionPlan(cu_q, num_context, block_tables, 1, 0, native)
 
     def plan_mixed(self, rows: MixedRows, num_tokens: int, max_prompts: int) -> AttentionPlan:
-        """`Ops.plan_mixed`. The decode kernel runs for all rows, with a context of 0 for rows of prompts; the prefill
-        kernel then overwrites their results."""
+        """Implements `Ops.plan_mixed`. Unless deterministic, the decode kernel runs for all rows, with a context of 0
+        for rows of prompts, and the prefill kernel then overwrites their results."""
         batch = checks.check_mixed_plan(rows, num_tokens)
         checks.check_device(self._device, rows._asdict().items())
         num_decodes, rest = (0, rows.cu_q) if self._deterministic else (batch, rows.rest_cu_q)
@@ -143,6 +146,7 @@ class CudaAttention:
         return AttentionPlan(rows.cu_q, rows.num_context, rows.block_tables, num_tokens, 0, native)
 
     def plan_packed(self, cu_seqlens: Tensor, max_length: int) -> PackedPlan:
+        """Implements `Ops.plan_packed`: checks shapes and device, and reads no contents."""
         checks.check_packed_plan(cu_seqlens, max_length)
         checks.check_device(self._device, (("cu_seqlens", cu_seqlens),))
         return PackedPlan(cu_seqlens, max_length)
@@ -150,6 +154,8 @@ class CudaAttention:
     # ---- attention
 
     def paged(self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:
+        """Implements `Ops.attention_paged` for a plan of this class. Head dims above MAX_HEAD_DIM take torch's
+        attention; raises ValueError for these if the cache is quantized or only the device knows the plan's rows."""
         native = plan.native
         assert isinstance(native, CudaPlan), "a plan of other ops"
         checks.check_paged(q, cache, layer, plan.block_tables.shape[1], plan.max_context)
@@ -167,7 +173,10 @@ class CudaAttention:
     def decodes(
         self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, native: CudaPlan, scale: float, out: Tensor
     ) -> None:
-        """Writes attention of the plan's decodes into `out`. Arguments are checked by the caller."""
+        """Writes the attention of the plan's decodes into the first `native.num_decodes` rows of `out`, [T, Hq, D].
+
+        native: the plan's `CudaPlan`, also if `plan.native` is another class. Arguments are checked by the caller.
+        """
         split = native.num_decodes
         if split:
             k_cache, v_cache = cache.keys_and_values(layer)
@@ -190,8 +199,10 @@ class CudaAttention:
     def prompts(
         self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, native: CudaPlan, scale: float, out: Tensor
     ) -> None:
-        """Writes attention of the rows after the decodes (prefill kernel) into `out`. Arguments are checked by the
-        caller."""
+        """Writes the attention of the rows of the prefill kernel into their rows of `out`, [T, Hq, D].
+
+        native: as in `decodes`. Call it after `decodes`. Arguments are checked by the caller.
+        """
         # The rows of a mixed plan count tokens from the first one of the step.
         split = native.num_decodes if native.mixed is None else 0
         if native.max_rest_q:
@@ -215,7 +226,12 @@ class CudaAttention:
     def attend_packed(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float, *, tma: bool = False
     ) -> Tensor:
-        """`Ops.attention_packed`. tma: uses the Hopper kernel, if `tma_attention.can_read` allows it for k and v."""
+        """Implements `Ops.attention_packed`. tma: uses the Hopper kernel; the caller has checked
+        `tma_attention.can_read(k, v)`.
+
+        Head dims above MAX_HEAD_DIM take torch's attention; raises ValueError for these if `cu_seqlens` is a
+        `PackedPlan`.
+        """
         planned = isinstance(cu_seqlens, PackedPlan)
         if isinstance(cu_seqlens, PackedPlan):
             checks.check_packed_rows(q, k, v)
@@ -234,8 +250,11 @@ class CudaAttention:
         )
 
     def segments(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int]) -> tuple[Tensor, int]:
-        """Returns (cu_seqlens on the device, the longest segment). Cached per lane: every layer of a tower asks for the
-        same."""
+        """Returns (cu_seqlens on the device, int32 [segments + 1]; rows of the longest segment).
+
+        Cached per lane, since every layer of a tower asks for the same. Raises ValueError unless `cu_seqlens` rises
+        from 0 to the rows of q; k and v are checked only if the result is not cached.
+        """
         sent, bounds = self._lane.segments, tuple(cu_seqlens)
         segments = sent.get(bounds)
         if segments is not None and q.shape[0] == bounds[-1]:
@@ -259,6 +278,7 @@ def _rest(x: Tensor, count: int) -> Tensor:
 
 
 def _scales(cache: PagedCache, layer: int) -> Scales | None:
+    """The cache's scales of keys and of values, [N, Hkv, S] each; None if it is not quantized."""
     return None if cache.scales is None else (cache.scales[:, layer, 0], cache.scales[:, layer, 1])
 
 
@@ -268,6 +288,8 @@ def _scales(cache: PagedCache, layer: int) -> Scales | None:
 def _paged_by_torch(
     q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, native: CudaPlan, scale: float
 ) -> Tensor:
+    """Computes attention row by row with torch, over the gathered context. Raises ValueError if only the device knows
+    the plan's rows."""
     if native.rows is None:
         raise ValueError(
             f"plan: expected one of plan_attention for a head dim above {MAX_HEAD_DIM}, whose rows are cut on the host"
@@ -297,6 +319,7 @@ def _paged_by_torch(
 
 
 def _packed_by_torch(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int], scale: float) -> Tensor:
+    """Computes attention segment by segment with torch. cu_seqlens: checked by the caller."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for begin, end in pairwise(cu_seqlens):
         if begin < end:

@@ -38,7 +38,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Heads(NamedTuple):
-    """Shape of a language model's attention and of its cache."""
+    """Shape of a language model's attention: query heads, KV heads, head dim, and slots per block of its cache."""
 
     heads: int
     kv_heads: int
@@ -63,21 +63,22 @@ class Shapes(NamedTuple):
 
 
 class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Measurements by use case and candidate, TRITON always included: seconds per call, or the reason why it was left
-    out."""
+    """Times of attention kernels by use case, then candidate: seconds per call, or the reason why there is no time.
+    TRITON is timed in every use case."""
 
     seconds: dict[str, dict[str, float]]
     left_out: dict[str, dict[str, str]]
     date: str  # UTC
 
     def best(self, use: str) -> str:
-        """The fastest candidate if it beats TRITON by MARGIN, else TRITON."""
+        """The fastest candidate if TRITON takes at least MARGIN times as long, else TRITON."""
         seconds = self.seconds[use]
         fastest = min(seconds, key=seconds.__getitem__)
         return fastest if seconds[TRITON] >= MARGIN * seconds[fastest] else TRITON
 
     def describe(self, use: str) -> str:
-        """A line for the user: the best candidate, and the speed of all as multiples of TRITON's."""
+        """A line for the user: the best candidate; then, for each candidate but TRITON, its speed as a multiple of
+        TRITON's or the reason why it was left out."""
         seconds = self.seconds[use]
         parts = [f"{name} {seconds[TRITON] / taken:.2f}" for name, taken in seconds.items() if name != TRITON]
         parts += [f"{name}: {why}" for name, why in self.left_out.get(use, {}).items()]
@@ -85,22 +86,25 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ChosenAttention(NamedTuple):
-    """Selected kernel per use case (absent means Triton), reasons per op, and a note for the start-up summary."""
+    """The candidate selected for each use case (absent: TRITON), reasons by op, and a note for the start-up summary."""
 
     names: Mapping[str, str] = MappingProxyType({})
     reasons: Mapping[str, str] = MappingProxyType({})
     note: str | None = None
 
     def kernel_for(self, use: str) -> str:
+        """The candidate selected for a use case (DECODES, ..); TRITON if none was."""
         return self.names.get(use, TRITON)
 
     def choices(self) -> dict[str, tuple[str, str]]:
-        """(implementation, reason) by op, for `Ops.choices`."""
+        """(implementation, reason) by op, for `Ops.choices`; only ops with a reason. An implementation names the
+        candidates of all use cases of its op."""
         return {op: (", ".join(dict.fromkeys(map(self.kernel_for, USES[op]))), why) for op, why in self.reasons.items()}
 
 
 def choose_by_name(name: str) -> ChosenAttention:
-    """Selects FLASHINFER or TRITON wherever it can be used."""
+    """Selects `name`: TRITON, or FLASHINFER, which must be installed, for all use cases but captured encodes. Calls
+    that FlashInfer does not support take Triton."""
     if name == TRITON:
         return ChosenAttention()
     kernels = flashinfer_kernels.installed()
@@ -115,6 +119,7 @@ def choose_by_name(name: str) -> ChosenAttention:
 
 
 def choose_by_time(measured: Measured) -> ChosenAttention:
+    """Selects the best candidate of each measured use case; the measured speeds are the reasons and the note."""
     since = f"speeds are relative to triton's, measured on {measured.date}"
     reasons = {
         op: f"{'; '.join(measured.describe(use) for use in uses if use in measured.seconds)}; {since}"
@@ -129,8 +134,9 @@ def choose_by_time(measured: Measured) -> ChosenAttention:
 def resolve_attention(name: str, *, on_gpu: bool, dtype: torch.dtype, heads: Heads, deterministic: bool) -> str:
     """Resolves the setting to TRITON, FLASHINFER, or AUTO (to be measured).
 
-    A kernel asked for by name is used or refused with the reason: raises ConfigError, or BackendError if the package or
-    one of its kernels is missing.
+    `auto` becomes TRITON without a GPU, if deterministic, and for dtypes that FlashInfer does not compute in. A kernel
+    asked for by name is used or refused with the reason: raises ConfigError if it cannot compute this, or BackendError
+    if FlashInfer, or its kernel for decodes or prompts, is missing.
     """
     if name != AUTO and not on_gpu:
         raise ConfigError(
@@ -162,7 +168,8 @@ def resolve_attention(name: str, *, on_gpu: bool, dtype: torch.dtype, heads: Hea
 
 
 def _missing_kernel(dtype: torch.dtype, heads: Heads) -> str:
-    """The reason why a kernel for decodes or prompts is missing; empty if there are kernels for both."""
+    """The reason why FlashInfer, which must be installed, has no kernel for decodes, or neither FA2 nor FA3 for
+    prompts; empty if it has both."""
     kernels = flashinfer_kernels.installed()
     decode = flashinfer_kernels.decode_kernel(heads.heads, heads.kv_heads, heads.head_dim)
     decodes, fa2, fa3 = (kernels.reason_missing(name, dtype, heads.head_dim) for name in (decode, "fa2", "fa3"))
@@ -170,7 +177,8 @@ def _missing_kernel(dtype: torch.dtype, heads: Heads) -> str:
 
 
 def flashinfer_problem(dtype: torch.dtype, head_dim: int, block_size: int, deterministic: bool = False) -> str:
-    """The reason why FlashInfer cannot compute this, as a predicate; empty if it can."""
+    """The reason why FlashInfer cannot compute this, worded to follow its name ("takes head dims of .."); empty if it
+    can."""
     if deterministic:
         return "divides contexts by what else is in the batch, so it is not deterministic"
     if dtype not in DTYPES:
@@ -183,8 +191,8 @@ def flashinfer_problem(dtype: torch.dtype, head_dim: int, block_size: int, deter
 
 
 def flashinfer_missing() -> str:
-    """The reason why FlashInfer cannot be imported; empty if it can. A package that does not load (no driver, a broken
-    build) counts as missing."""
+    """The reason why FlashInfer cannot be used: not installed, older than 0.4, or it does not load (no driver, a broken
+    build); empty if it can. Imports it."""
     try:
         library: Any = importlib.import_module("flashinfer")
     except ImportError as error:
@@ -196,4 +204,5 @@ def flashinfer_missing() -> str:
 
 
 def _listed(numbers: tuple[int, ...], word: str = "or") -> str:
+    """Joins numbers by commas, and the last one by `word`."""
     return f"{', '.join(map(str, numbers[:-1]))} {word} {numbers[-1]}"

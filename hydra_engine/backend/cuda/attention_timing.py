@@ -66,8 +66,11 @@ _LONGEST_S = 60.0  # a longer measured call is refused as damaged
 
 
 class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The key of a measurement. driver: the newest CUDA version that it runs. libraries: versions and kernels, "" if
-    missing."""
+    """Conditions of a measurement, which is valid only while all are equal.
+
+    driver: the newest CUDA version that the GPU's driver supports. libraries: versions by package, "" if not installed,
+    and FlashInfer's compiled kernels. engine: version of hydra-engine. schema: version of the file.
+    """
 
     gpu: str
     capability: tuple[int, int]
@@ -81,11 +84,14 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A measurement with its key, as it is written to disk."""
+
     key: Key
     measured: Measured
 
 
 def key_of(device: torch.device, num_sms: int, driver: int, dtype: torch.dtype, shapes: Shapes) -> Key:
+    """The key of a measurement that is made now on `device`. driver: as in `Key`."""
     return Key(
         gpu=torch.cuda.get_device_name(device),
         capability=torch.cuda.get_device_capability(device),
@@ -99,13 +105,15 @@ def key_of(device: torch.device, num_sms: int, driver: int, dtype: torch.dtype, 
 
 
 def file_of(folder: Path, key: Key) -> Path:
-    """The file of a GPU, dtype and shapes; an outdated measurement is overwritten."""
+    """The file of a GPU, dtype and shapes. Keys that differ in versions alone share it: a new measurement replaces an
+    outdated one."""
     lasting = msgspec.json.encode((key.gpu, key.num_sms, key.dtype, key.shapes))
     return folder / f"attention-{hashlib.blake2b(lasting, digest_size=8).hexdigest()}.json"
 
 
 def load_measurement(folder: Path, key: Key) -> Measured | None:
-    """The kept measurement of `key`, or None. Logs why a file cannot be used."""
+    """The measurement of `key` in `folder`; None if there is no file or it cannot be used, which is logged with the
+    reason."""
     try:
         kept = profile_file.read(file_of(folder, key), _Kept)
         if kept is None:
@@ -120,6 +128,7 @@ def load_measurement(folder: Path, key: Key) -> Measured | None:
 
 
 def save_measurement(folder: Path, key: Key, measured: Measured) -> None:
+    """Writes the measurement for `load_measurement`. If the file cannot be written, logs a warning and returns."""
     try:
         profile_file.write(file_of(folder, key), _Kept(key, measured))
     except OSError as error:
@@ -127,10 +136,12 @@ def save_measurement(folder: Path, key: Key, measured: Measured) -> None:
 
 
 def utc_date() -> str:
+    """The present date in UTC, as 2026-01-31."""
     return datetime.now(UTC).strftime("%Y-%m-%d")
 
 
 def _check_numbers(measured: Measured) -> None:
+    """Raises Refused if a use case has no time of TRITON, or a time is not above 0 and at most _LONGEST_S."""
     for use, seconds in measured.seconds.items():
         if TRITON not in seconds:
             raise profile_file.Refused(f"it has no time of ours for {use[:20]}")
@@ -140,11 +151,13 @@ def _check_numbers(measured: Measured) -> None:
 
 
 def _difference(then: Key, now: Key) -> str:
+    """The fields of `then` that differ from `now`, with the values of `then`, cut to 80 characters each."""
     names = [name for name in Key.__struct_fields__ if getattr(then, name) != getattr(now, name)]
     return ", ".join(f"{name} {str(getattr(then, name))[:80]}" for name in names)
 
 
 def _version(name: str) -> str:
+    """The version of an installed package; "" if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -175,8 +188,8 @@ Attention = CudaAttention | FlashInferAttention
 
 
 class Case(NamedTuple):
-    """A use case of paged attention: `rows` rows of `num_q` queries, each at the end of `num_context` tokens of its
-    own."""
+    """A use case of paged attention: `rows` rows of `num_q` queries, which are the last of the row's `num_context`
+    tokens."""
 
     use: str
     rows: int
@@ -189,32 +202,36 @@ class Refusal(Exception):
 
 
 class Candidate(NamedTuple):
+    """A kernel to compare with Triton. make: prepares its call for a use case, outside of the time that is measured."""
+
     name: str
     make: Callable[[], Attend]  # may raise anything; Refusal if it cannot compute the case
 
 
 class Site(NamedTuple):
-    """The device that attention is measured on."""
+    """The device that attention is measured on. send: `Device.send`."""
 
     device: torch.device
     num_sms: int
     send: Callable[..., tuple[Tensor, ...]]
 
     def triton(self, *, tma_prompts: bool = False) -> CudaAttention:
+        """Returns attention by Triton, not deterministic. tma_prompts: as in `CudaAttention`."""
         return CudaAttention(self.device, self.num_sms, self.send, deterministic=False, tma_prompts=tma_prompts)
 
     def flashinfer(self, prompts: str = "auto") -> FlashInferAttention:
+        """Returns attention by FlashInfer, which must be installed. prompts: as in `FlashInferAttention`."""
         return FlashInferAttention(self.device, self.num_sms, self.send, self.triton(), prompts=prompts)
 
 
 def choose_attention(
     device: Device, num_sms: int, dtype: torch.dtype, shapes: Shapes, folder: Path | None, driver: int
 ) -> ChosenAttention:
-    """Returns the choice for this device and model, measured unless a kept measurement is valid.
+    """Returns the fastest kernels for this device and model, measured unless `folder` has a valid measurement.
 
-    Call it in inference mode, in a thread on the default stream. Frees all that it took. Takes Triton unmeasured if
-    Triton cannot be measured, as when memory runs out. folder: of kept measurements, None for none. driver: the newest
-    CUDA version that it runs.
+    Call it in inference mode, in a thread on the default stream. A new measurement is written to `folder`, unless that
+    is None, and the memory that it took is freed. If Triton itself cannot be measured, as when memory runs out, selects
+    it for all use cases and says so in the note. driver: as in `Key`.
     """
     on = device.torch_device
     key = key_of(on, num_sms, driver, dtype, shapes)
@@ -235,6 +252,8 @@ def choose_attention(
 
 
 def measure(site: Site, dtype: torch.dtype, shapes: Shapes, seconds: Seconds) -> Measured:
+    """Times the candidates of all use cases of `shapes`, on random inputs. Allocates a cache of about CACHE_BYTES.
+    seconds: measures a launch. An error of Triton itself is raised, one of another candidate is recorded."""
     result = Measured({}, {}, utc_date())
     if shapes.language is not None:
         cache = random_cache(shapes.language, dtype, site.device)
@@ -252,7 +271,10 @@ def measure(site: Site, dtype: torch.dtype, shapes: Shapes, seconds: Seconds) ->
 
 
 def compare(use: str, ours: Attend, candidates: Iterator[Candidate], seconds: Seconds, result: Measured) -> None:
-    """Times Triton and each candidate that agrees with it; writes times and refusals into `result`."""
+    """Times Triton and each candidate that agrees with it, and writes seconds per call and reasons into `result`.
+
+    ours: Triton's call; what it raises is raised. What a candidate raises becomes the reason why it is left out.
+    """
     expected = ours()
     times = result.seconds[use] = {TRITON: seconds(_repeated(ours)) / LAUNCHES}
     left_out = result.left_out[use] = {}
@@ -274,7 +296,8 @@ def compare(use: str, ours: Attend, candidates: Iterator[Candidate], seconds: Se
 
 
 def cases(cache: PagedCache) -> tuple[Case, ...]:
-    """The use cases of paged attention that are measured, with contexts that fit the cache."""
+    """The use cases of paged attention that are measured: NUM_ROWS decodes, and a chunk of one prompt. Contexts fit the
+    cache."""
     context = min(MAX_CONTEXT, cache.num_blocks // NUM_ROWS * cache.block_size)
     chunk_context = min(CHUNK_CONTEXT, cache.num_blocks * cache.block_size)
     return (
@@ -284,10 +307,15 @@ def cases(cache: PagedCache) -> tuple[Case, ...]:
 
 
 def paged_candidates(site: Site, case: Case, cache: PagedCache, heads: Heads) -> Iterator[Candidate]:
+    """Yields the kernels to compare with Triton: for decodes FlashInfer's; for prompts Triton's with TMA descriptors,
+    and FlashInfer's FA2 and FA3."""
+
     def deferred(make: Callable[[], Attention]) -> Callable[[], Attend]:
+        """Makes the attention only when the candidate is prepared."""
         return lambda: prepared(make(), case, cache, heads)
 
     def by_flashinfer(kernel: str) -> FlashInferAttention:
+        """Raises Refusal if FlashInfer cannot compute the case, or has no such kernel."""
         dtype, head_dim = cache.data.dtype, heads.head_dim
         problem = flashinfer_problem(dtype, head_dim, heads.block_size) or flashinfer_missing()
         if problem := problem or flashinfer_kernels.installed().reason_missing(kernel, dtype, head_dim):
@@ -295,6 +323,7 @@ def paged_candidates(site: Site, case: Case, cache: PagedCache, heads: Heads) ->
         return site.flashinfer("auto" if case.use == DECODES else kernel)
 
     def by_descriptors() -> CudaAttention:
+        """Raises Refusal if the kernel with TMA descriptors cannot read the cache."""
         if not can_read_cache(cache.data[:, 0, 0], cache.data[:, 0, 1]):
             raise Refusal("needs a Hopper GPU and a block_size of 64 or 128")
         return site.triton(tma_prompts=True)
@@ -309,9 +338,11 @@ def paged_candidates(site: Site, case: Case, cache: PagedCache, heads: Heads) ->
 
 
 def tower_cases(by_triton: CudaAttention, tower: Tower, device: torch.device) -> Iterator[tuple[str, int, Segments]]:
-    """Yields (use, rows, segments): pictures and windows of about TOWER_ROWS rows together.
+    """Yields (use, rows, segments): pictures, and windows if the tower has them, each of about TOWER_ROWS rows in
+    total.
 
-    Captured ones have empty segments as padding, and only a bound on the length of a segment.
+    Captured use cases have the same segments planned on the device, with NUM_EMPTY empty ones after them as padding and
+    only a bound on the length of a segment.
     """
     for length, use, captured in (
         (min(tower.rows, TOWER_ROWS), PICTURES, CAPTURED_PICTURES),
@@ -329,9 +360,12 @@ def tower_cases(by_triton: CudaAttention, tower: Tower, device: torch.device) ->
 def packed_candidates(
     site: Site, by_triton: CudaAttention, tower: Tower, q: Tensor, k: Tensor, v: Tensor, segments: Segments
 ) -> Iterator[Candidate]:
+    """Yields the kernels to compare with Triton for packed attention of q, k and v; FlashInfer's only if it is
+    installed."""
     by_flashinfer = None if flashinfer_missing() else site.flashinfer()
 
     def of_rows(kernel: Kernel) -> Attend:
+        """Raises Refusal if the kernel does not support q, k, v and the segments."""
         if not kernel.supports(q, k, v, segments):
             raise Refusal("does not take these shapes")
         return partial(kernel.attend, q, k, v, segments, tower.head_dim**-0.5)
@@ -341,7 +375,8 @@ def packed_candidates(
 
 
 def random_cache(heads: Heads, dtype: torch.dtype, device: torch.device, num_bytes: int = CACHE_BYTES) -> PagedCache:
-    """A cache of one layer of random values, of at most `num_bytes` and as many blocks as NUM_ROWS contexts need."""
+    """A cache of one layer of random values, with blocks for NUM_ROWS contexts of MAX_CONTEXT tokens, or as many as fit
+    `num_bytes`, but at least NUM_ROWS blocks."""
     block = (1, 2, heads.block_size, heads.kv_heads, heads.head_dim)
     most = -(-MAX_CONTEXT // heads.block_size) * NUM_ROWS
     num_blocks = max(NUM_ROWS, min(most, num_bytes // (prod(block) * dtype.itemsize)))
@@ -349,7 +384,8 @@ def random_cache(heads: Heads, dtype: torch.dtype, device: torch.device, num_byt
 
 
 def captured_seconds(pools: GraphPools, launch: Launch) -> float:
-    """Device seconds of one replay, the minimum of REPLAYS."""
+    """Captures `launch` and returns the device seconds of a replay: the minimum of REPLAYS, at least RESOLUTION_S.
+    Waits for the replays."""
     graph = pools.capture(launch)
     graph.replay()
     times = []
@@ -364,14 +400,15 @@ def captured_seconds(pools: GraphPools, launch: Launch) -> float:
 
 
 def tower_rows(tower: Tower, rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Random q, k and v [rows, H, D] as views of one projection."""
+    """Random q, k and v [rows, H, D], views of one projection; q is multiplied by PEAKED."""
     q, k, v = torch.randn((rows, 3, tower.heads, tower.head_dim), dtype=dtype, device=device).unbind(1)
     q.mul_(PEAKED)
     return q, k, v
 
 
 def prepared(attention: Attention, case: Case, cache: PagedCache, heads: Heads) -> Attend:
-    """Plans the case and returns a function that computes its attention, [rows * num_q, Hq, D], of random queries."""
+    """Plans the case and returns a function that computes its attention, [rows * num_q, Hq, D], of the same random
+    queries at each call."""
     data = cache.data
     shape = (case.rows * case.num_q, heads.heads, heads.head_dim)
     q = PEAKED * torch.randn(shape, generator=torch.Generator().manual_seed(1))
@@ -381,7 +418,8 @@ def prepared(attention: Attention, case: Case, cache: PagedCache, heads: Heads) 
 
 
 def _planned(attention: Attention, case: Case, cache: PagedCache) -> AttentionPlan:
-    """The plan of a case; decodes are planned as for graphs."""
+    """A plan of the case over the cache's blocks in random order. Decodes are planned for capture, and refreshed if the
+    plan requires that."""
     width = -(-case.num_context // cache.block_size)
     context = np.full(case.rows, case.num_context, dtype=np.int32)
     order = np.random.default_rng(1).permutation(cache.num_blocks).astype(np.int32)
@@ -396,6 +434,8 @@ def _planned(attention: Attention, case: Case, cache: PagedCache) -> AttentionPl
 
 
 def _repeated(attend: Attend) -> Launch:
+    """Returns a function that calls `attend` LAUNCHES times."""
+
     def launch() -> None:
         for _ in range(LAUNCHES):
             attend()
@@ -404,9 +444,11 @@ def _repeated(attend: Attend) -> Launch:
 
 
 def _first_line(error: Exception) -> str:
+    """First line of the error's message, cut to 80 characters; the class name if there is no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:80]
 
 
 def _agree(given: Tensor, expected: Tensor) -> bool:
+    """True if no element differs by more than TOLERANCE times the largest expected magnitude; False if one is NaN."""
     furthest = (given.float() - expected.float()).abs().max()
     return bool(furthest <= TOLERANCE * expected.float().abs().max())

@@ -27,8 +27,12 @@ _HOST = -1  # in place of a device's number: see `_C.CudaCacheDesc`
 
 
 def make_desc(cache: PagedCache, device: int | None = None) -> _C.CudaCacheDesc:
-    """The extension's descriptor of a cache. device: the device whose kernels use it, if the memory is another one's (a
-    peer's mapped pool). A cache in host memory only allows copies of its blocks."""
+    """Returns the extension's descriptor of a cache. With a quantized cache, or one in host memory, it only copies
+    blocks.
+
+    device: index of the GPU whose kernels use the cache, if the memory is another GPU's (a peer's mapped pool). Raises
+    ValueError for a quantized cache with an odd head dim.
+    """
     arguments = desc_arguments(cache)
     head_dim, dtype = arguments[6:]
     if cache.scales is not None:
@@ -42,8 +46,9 @@ def make_desc(cache: PagedCache, device: int | None = None) -> _C.CudaCacheDesc:
 
 
 def step_indices(name: str, indices: Tensor, device: torch.device, *, least: int, size: int) -> Tensor:
-    """Slots or rows [M] int64 on `device`. Indices in host memory are checked, least <= i < size, and sent; indices on
-    the device are returned unchanged. Raises ValueError that names `name`."""
+    """Returns slots or rows [M] int64 on `device`. Indices in host memory are checked, least <= i < size, and sent;
+    indices on the device are returned unchanged, and their values are not checked. Raises ValueError that names
+    `name`."""
     checks.check_indices(name, indices)
     if not indices.is_cpu:
         checks.check_device(device, ((name, indices),))
@@ -53,7 +58,10 @@ def step_indices(name: str, indices: Tensor, device: torch.device, *, least: int
 
 
 class _OnStream:
-    """A descriptor with the interface of `_C.CacheDesc` that launches on the current stream of its cache's device."""
+    """A descriptor with the interface of `_C.CacheDesc` that launches on the current stream of its cache's device.
+
+    All methods but `copy_to` raise ValueError for a cache in host memory.
+    """
 
     def __init__(self, desc: _C.CudaCacheDesc, device: torch.device) -> None:
         self._desc = desc
@@ -72,16 +80,20 @@ class _OnStream:
         self._desc.gather(_stream(self._device), *arguments)
 
     def copy_to(self, target: _OnStream, pairs: int, count: int) -> None:
-        """Copies on the target's device, since the source may be a peer's memory; on the source's if the target is on
-        the host."""
+        """Launches the copy of `count` blocks. pairs: host address of int64 [count, 2], (source block, target block).
+
+        Runs on the target's device, since the source may be a peer's memory; on the source's if the target is in host
+        memory. Raises ValueError if both are.
+        """
         device = self._device if target._device.type == "cpu" else target._device
         self._desc.copy_to(_stream(device), target._desc, pairs, count)
 
 
 class CudaCacheOps(CacheOps):
-    """The cache ops of `Ops`. Descriptors must exist before a graph is captured.
+    """The cache ops of `Ops`, launched on the current stream of the cache's device.
 
-    device: the device whose kernels use the caches, if one of them is a peer's on another device.
+    Use a cache once before a graph with it is captured: its descriptor must exist by then. device: the device whose
+    kernels use the caches, if one of them is a peer's on another device; None: the cache's own.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -92,6 +104,8 @@ class CudaCacheOps(CacheOps):
         return _OnStream(make_desc(cache, self._kernel_device), cache.data.device)
 
     def write_cache(self, cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor) -> None:
+        """Implements `Ops.write_cache`. A quantized cache is written by Triton, which does not report slots on the
+        device that are out of range."""
         checks.check_device(cache.data.device, [(f"rows[{x}]", source) for x, source in enumerate(rows)])
         on_device = slots_on_device(cache, slots)
         if cache.scales is None:
@@ -113,6 +127,8 @@ class CudaCacheOps(CacheOps):
         slots: Tensor,
         norms: HeadNorms | None = None,
     ) -> Tensor:
+        """Implements `Ops.rope_and_write`. A quantized cache is written by Triton, which does not report slots on the
+        device that are out of range."""
         tensors = [("q", q), ("k", k), ("v", v), ("cos", rotary[0]), ("sin", rotary[1])]
         if norms is not None:
             weights = (("q_norm", norms.q), ("k_norm", norms.k))
@@ -132,24 +148,27 @@ class CudaCacheOps(CacheOps):
     def merge_image_tokens(
         self, hidden: Tensor, rows: Tensor, cache: PagedCache, slots: Tensor, plane: int = 0
     ) -> None:
+        """Implements `Ops.merge_image_tokens`: sets, or with a `plane` above 0 adds to, rows of `hidden` in place."""
         device = cache.data.device
         checks.check_device(device, (("hidden", hidden),))
         rows = step_indices("rows", rows, device, least=0, size=hidden.shape[0])
         super().merge_image_tokens(hidden, rows, cache, slots_on_device(cache, slots), plane)
 
     def gather_cache(self, cache: PagedCache, layer: int, index: int, slots: Tensor) -> Tensor:
+        """Implements `Ops.gather_cache`: returns new rows [M, H, D]. Those of slot -1 are uninitialised memory."""
         checks.check_plane(cache, layer, index)
         return super().gather_cache(cache, layer, index, slots_on_device(cache, slots))
 
     def copy_blocks(self, source: PagedCache, target: PagedCache, pairs: Tensor) -> None:
-        """Copies on the target's device; `source` may be a peer's mapped pool. One of the two may be in host memory,
-        pinned or not: copy engines move its blocks."""
+        """Implements `Ops.copy_blocks`, on the target's device: `source` may be a peer's mapped pool. If one of the two
+        is in host memory, pinned or not, the copy engines of the other one's device move its blocks."""
         checks.check_device(torch.device("cpu"), (("pairs", pairs),))
         super().copy_blocks(source, target, pairs)
 
 
 def slots_on_device(cache: PagedCache, slots: Tensor) -> Tensor:
-    """The `step_indices` of slots of this cache; -1 skips a row."""
+    """Returns slots [M] int64 on the cache's device; -1 skips a row. Slots in host memory are checked and sent. Raises
+    ValueError if one of these is outside of the cache."""
     return step_indices("slots", slots, cache.data.device, least=-1, size=cache.num_blocks * cache.block_size)
 
 

@@ -45,11 +45,13 @@ class Part(NamedTuple):
 
     @property
     def end(self) -> int:
+        """Offset of the first byte after it."""
         return self.offset + prod(self.shape) * self.dtype.itemsize
 
 
 def layout(items: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> tuple[list[Part], int]:
-    """Returns the places of parts of these shapes and dtypes in a buffer, and its size in bytes."""
+    """Places parts of these shapes and dtypes in a buffer, each at a multiple of ALIGNMENT. Returns them with the size
+    of the buffer in bytes."""
     kinds = list(items)
     sizes = (prod(shape) * dtype.itemsize for shape, dtype in kinds)
     offsets = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
@@ -57,7 +59,8 @@ def layout(items: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> tuple[list[P
 
 
 def layout_of(arrays: Sequence[Array]) -> tuple[list[Part], int]:
-    """Returns the `layout` of arrays. Raises ValueError for a dtype that torch does not have."""
+    """Places of the arrays in one packed buffer, and its size in bytes. Raises ValueError for a dtype that is not in
+    _DTYPES."""
     for index, array in enumerate(arrays):
         if array.dtype not in _DTYPES:
             wanted = ", ".join(str(dtype) for dtype in _DTYPES)
@@ -66,18 +69,18 @@ def layout_of(arrays: Sequence[Array]) -> tuple[list[Part], int]:
 
 
 def fill(memory: npt.NDArray[np.uint8], parts: Sequence[Part], arrays: Sequence[Array]) -> None:
-    """Copies arrays, of any strides, into a buffer of bytes."""
+    """Copies arrays, of any strides, to their places in a buffer of bytes. parts: from `layout_of`."""
     for part, array in zip(parts, arrays, strict=True):
         memory[part.offset : part.end].view(array.dtype).reshape(array.shape)[...] = array
 
 
 def views(memory: Tensor, parts: Sequence[Part]) -> tuple[Tensor, ...]:
-    """The parts of a buffer uint8 [bytes], as tensors."""
+    """The parts of a buffer uint8 [bytes], as tensors that share its memory."""
     return tuple(memory[part.offset : part.end].view(part.dtype).view(part.shape) for part in parts)
 
 
 class _Buffer:
-    """A pinned buffer. done: the event after the last copy from it."""
+    """A pinned buffer, empty at first. done: the event after the last copy from it; None before the first."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
@@ -85,7 +88,7 @@ class _Buffer:
 
 
 class Sender(threading.local):
-    """A ring of pinned buffers for each thread, each buffer reused once the copy from it is done."""
+    """A ring of pinned buffers for each thread. A buffer is reused once the copy from it is done."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -93,6 +96,12 @@ class Sender(threading.local):
         self._turn = 0
 
     def send(self, arrays: Sequence[Array]) -> tuple[Tensor, ...]:
+        """Implements `Device.send`: starts one copy of all arrays on the current stream. They may be changed
+        afterwards.
+
+        Waits if the copies of the thread's last NUM_BUFFERS calls are all in flight, and for more than MAX_STAGED
+        bytes, which are copied array by array. Raises ValueError for a dtype that is not in _DTYPES.
+        """
         parts, num_bytes = layout_of(arrays)
         if num_bytes > MAX_STAGED:
             return tuple(torch.from_numpy(np.array(array)).to(self._device) for array in arrays)
@@ -107,6 +116,7 @@ class Sender(threading.local):
         return views(target, parts)
 
     def _buffer(self, num_bytes: int) -> _Buffer:
+        """The next buffer of the ring, with at least `num_bytes`. Waits for the last copy from it."""
         buffer = self._ring[self._turn]
         self._turn = (self._turn + 1) % NUM_BUFFERS
         if buffer.done is not None:
@@ -118,7 +128,8 @@ class Sender(threading.local):
 
 
 class CudaFetch:
-    """`Fetch` of backend/device.py."""
+    """`Fetch` of backend/device.py: copies to pinned memory, started on the calling thread's current stream. Raises
+    ValueError for a dtype that numpy does not have."""
 
     def __init__(self, device: torch.device, tensors: Sequence[Tensor]) -> None:
         for index, tensor in enumerate(tensors):
@@ -134,7 +145,8 @@ class CudaFetch:
         self._done.record(torch.cuda.current_stream(device))
 
     def result(self) -> tuple[Array, ...]:
-        """Waits for the copies. Raises BackendError also if an earlier kernel met a slot or row out of range."""
+        """Waits for the copies and returns them. Raises BackendError if the device failed, or if an earlier kernel met
+        a slot or row out of range."""
         try:
             self._done.synchronize()
             _C.cuda_check_faults(self._device.index)
@@ -175,7 +187,7 @@ class CudaMark:
 
 
 def failure(device: torch.device, error: Exception) -> BackendError:
-    """The error of a failed device, one line of CUDA's message. After most CUDA errors the process cannot use the
-    device."""
+    """The error of a failed device, with the first line of CUDA's message. After most CUDA errors the process cannot
+    use the device."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return BackendError(f"the device {device} failed: {lines[0][:160]}")

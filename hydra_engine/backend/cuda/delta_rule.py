@@ -21,7 +21,8 @@ from hydra_kernels import delta_rule as recurrence
 
 @dataclass(frozen=True, slots=True)
 class CudaStateRows:
-    """`StateRows.native`. tiles: [M, 2] int32, the convolution's tiles of `tile` tokens each."""
+    """`StateRows.native`. tiles: [M, 2] int32, row and first token in the row of the convolution's tiles, of at most
+    `tile` tokens each."""
 
     num_tokens: int
     num_slots: int  # slots that the cache must have; 0: known to the device only
@@ -30,8 +31,8 @@ class CudaStateRows:
 
 
 def plan(rows: StateRows, send: Send) -> StateRows:
-    """Sends the rows to the device. Reads them before it returns. Raises ValueError for a wrong order or a negative
-    slot."""
+    """Implements `Ops.plan_states`: sends state rows to the device, with the tiles of the convolution. The host tensors
+    may be changed afterwards. Raises ValueError if cu_q falls or does not begin with 0, or a slot is negative."""
     checks.check_state_rows(rows)
     cu_q, read_slots, write_slots = rows.cu_q.numpy(), rows.read_slots.numpy(), rows.write_slots.numpy()
     counts = np.diff(cu_q)
@@ -48,7 +49,8 @@ def plan(rows: StateRows, send: Send) -> StateRows:
 
 
 def plan_decode(starts: Tensor, read_slots: Tensor, write_slots: Tensor) -> StateRows:
-    """State rows of a decode step from device tensors, read at launch time: capturable."""
+    """Implements `Ops.plan_decode_states`: one token per row. The vectors on the device are read at launch time:
+    capturable."""
     batch = checks.check_indices("starts", starts)
     for name, places in (("read_slots", read_slots), ("write_slots", write_slots)):
         checks.check_indices(name, places, batch)
@@ -59,6 +61,7 @@ def plan_decode(starts: Tensor, read_slots: Tensor, write_slots: Tensor) -> Stat
 
 
 def causal_conv(x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
+    """Implements `Ops.causal_conv`. Raises ValueError also if `rows` do not fit x or the cache has fewer slots."""
     native = _checked(rows, x.shape[0], cache.conv, layer)
     return convolution.causal_conv(
         *(x, weight, cache.conv[:, layer], native.tiles, rows.cu_q, rows.starts, rows.read_slots, rows.write_slots),
@@ -67,12 +70,16 @@ def causal_conv(x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: 
 
 
 def delta_rule(inputs: DeltaInputs, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
+    """Implements `Ops.delta_rule`. Raises ValueError also if `rows` do not fit the inputs or the cache has fewer
+    slots."""
     _checked(rows, inputs.v.shape[0], cache.recurrent, layer)
     states = cache.recurrent[:, layer]
     return recurrence.delta_rule(*inputs, states, rows.cu_q, rows.starts, rows.read_slots, rows.write_slots)
 
 
 def _checked(rows: StateRows, tokens: int, states: Tensor, layer: int) -> CudaStateRows:
+    """Returns `rows.native`. Raises ValueError unless it has this number of tokens, and states [N, L, ..] have the
+    layer and all slots that the host knows."""
     native = rows.native
     assert isinstance(native, CudaStateRows), "rows that Ops.plan_states of these ops has not seen"
     places, layers = states.shape[:2]
