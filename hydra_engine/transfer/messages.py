@@ -16,7 +16,7 @@ TRANSFER_VERSION = 4
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The first frame of both sides, with the descriptors that `exports` counts."""
+    """The first frame of both sides, sent with the file descriptors that `exports` refers to by number."""
 
     version: int
     name: str
@@ -28,7 +28,7 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
     """Source to target: blocks may be read, as long as control word `slot` of the source holds `word`.
 
     `request_id` is the target's id; `image_index` None means its KV. `blocks` are the source's block ids, in order, as
-    many as are ready; `More` adds blocks of KV.
+    many as are ready; `More` adds blocks of KV. `checksums`: one for each block; () if transfers are not checked.
     """
 
     incarnation: int
@@ -43,8 +43,8 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
 
 
 class More(msgspec.Struct, frozen=True, tag=True):
-    """Source to target: blocks that follow the blocks already offered; with `end` they are the last. `number` counts
-    the messages of one offer from 1, so that a lost or doubled one is noticed."""
+    """Source to target: blocks of KV that follow the blocks already offered; with `end` they are the last. `number`
+    counts the messages of one offer from 1, so that a lost or doubled one is noticed. `checksums` as in `Offer`."""
 
     incarnation: int
     sequence: int
@@ -99,8 +99,8 @@ class Stage(msgspec.Struct, frozen=True, tag=True):
 
 
 class Staged(msgspec.Struct, frozen=True, tag=True):
-    """Source to target: the piece has been copied into these blocks of the staging pool, in order, and stays until
-    it is taken or the offer is over."""
+    """Source to target: the piece has been copied into these blocks of the staging pool, in order, and stays there
+    until `Taken` or the end of the offer."""
 
     incarnation: int
     sequence: int

@@ -2,8 +2,8 @@
 
 An offer is live from `offer` until exactly one of: acknowledged or refused by its target, withdrawn by its owner, its
 lease expired, its target lost. In each case the control word is invalidated before the caller is notified, and only
-then may the caller reuse the blocks. The source takes its blocks back without asking: a target that reads too late
-learns it from the control word.
+then may the caller reuse the blocks. The source does not wait for the target: one that reads too late learns it from
+the control word.
 
 Does not know what is in the blocks or which requests hold them. Sends nothing itself.
 """
@@ -28,15 +28,18 @@ def valid_word(sequence: int) -> int:
 
 
 def gone_word(sequence: int) -> int:
+    """The control word after the offer has ended; it differs from every `valid_word`."""
     return sequence << 8
 
 
 @dataclass(slots=True)
 class _Live:
+    """A live offer."""
+
     owner: Owner
     peer: str
     sequence: int
-    slot: int
+    slot: int  # of its control word
     complete: bool  # everything has been offered
     deadline_s: float
     num_mores: int = 0
@@ -46,16 +49,16 @@ class _Live:
 class Source:
     """The source's table of live offers, of one incarnation of an instance. `now` is in seconds and never decreases.
 
-    `set_word(slot, word)` writes a control word where peers read it. `lease_s`: seconds without a renewal after which
-    an offer expires.
+    `set_word(slot, word)` writes a control word, one of `num_slots`, where peers read it. `lease_s`: seconds without a
+    renewal after which an offer expires.
     """
 
     def __init__(self, incarnation: int, num_slots: int, set_word: Callable[[int, int], None], lease_s: float) -> None:
-        self.offered = 0
+        self.offered = 0  # number of offers so far, as the next three
         self.acknowledged = 0  # refusals included
         self.withdrawn = 0
         self.expired = 0  # included in `withdrawn`
-        self.ignored = 0
+        self.ignored = 0  # messages about offers that are not live
         self._incarnation = incarnation
         self._set_word = set_word
         self._lease_s = lease_s
@@ -80,7 +83,7 @@ class Source:
     ) -> Offer | None:
         """Makes an offer, which the caller sends to `peer`. `request_id` and `image_index` (None: KV) are the peer's
         names of the content. The blocks must be computed: they may be read before this returns. Returns None, without
-        any change, while no control word is free."""
+        any change, while no control word is free. Asserts that the owner has no live offer."""
         assert owner not in self._sequence_of, f"{owner} has a live offer; withdraw it before offering again"
         if not self._free_slots:
             return None
@@ -107,7 +110,7 @@ class Source:
         self, owner: Owner, blocks: Sequence[int], *, end: KvEnd | None = None, checksums: tuple[int, ...] = ()
     ) -> More | None:
         """Adds blocks of KV. Returns the message to the offer's peer; None if the owner has no live offer. With `end`
-        the offer is complete."""
+        the offer is complete; asserts that it was not before."""
         if owner not in self._sequence_of:
             return None
         live = self._live[self._sequence_of[owner]]
@@ -117,8 +120,8 @@ class Source:
         return More(self._incarnation, live.sequence, live.num_mores, tuple(blocks), end, checksums)
 
     def withdraw(self, owner: Owner) -> tuple[str, Withdraw] | None:
-        """Takes the blocks back: they may be overwritten after this call. Returns (peer, message), which only saves the
-        peer a useless copy; None if the owner has no live offer."""
+        """Ends the owner's offer: its blocks may be overwritten after this call. Returns (peer, message), which only
+        saves the peer a useless copy; None if the owner has no live offer."""
         if owner not in self._sequence_of:
             return None
         live = self._live[self._sequence_of[owner]]
@@ -127,8 +130,8 @@ class Source:
     # ---- what targets say
 
     def on_ack(self, peer: str, incarnation: int, sequence: int) -> Owner | None:
-        """Returns the owner whose blocks are free now; None, counted as ignored, if the offer is not live or not
-        complete."""
+        """Ends an offer that the target has copied. Returns the owner whose blocks are free now; None, counted as
+        ignored, if the offer is not live or not complete."""
         live = self._find(peer, incarnation, sequence)
         # An incomplete offer cannot have been copied completely, so the message must be about another one.
         if live is None or not live.complete:
@@ -138,7 +141,8 @@ class Source:
         return self._end(live)
 
     def on_refuse(self, peer: str, incarnation: int, sequence: int) -> Owner | None:
-        """Ends an offer that the target does not want. Like `on_ack`, but valid for an incomplete offer too."""
+        """Ends an offer that the target does not want. Returns the owner whose blocks are free now; None, counted as
+        ignored, if the offer is not live."""
         live = self._find(peer, incarnation, sequence)
         if live is None:
             self.ignored += 1
@@ -147,8 +151,9 @@ class Source:
         return self._end(live)
 
     def on_renew(self, peer: str, renew: Renew, now: float) -> None:
-        """Restarts leases, except for an offer whose target still misses a `More` that was sent before its previous
-        renewal: that message is lost, and only the end of the lease ends the wait on both sides."""
+        """Restarts the leases of the peer's offers, except of one whose target still misses a `More` that was sent
+        before its previous renewal: that message is lost, and only the end of the lease ends the wait on both sides.
+        Counts numbers of offers that are not live as ignored."""
         for sequence, heard in zip(renew.sequences, renew.heard, strict=False):
             live = self._find(peer, renew.incarnation, sequence)
             if live is None:
@@ -162,7 +167,7 @@ class Source:
     # ---- what time and death do
 
     def expire(self, now: float) -> list[tuple[Owner, str, Withdraw]]:
-        """Takes back offers that were not renewed in time. Returns (owner, peer, message) of each. The caller reads all
+        """Withdraws offers that were not renewed in time. Returns (owner, peer, message) of each. The caller reads all
         pending messages first: after a pause of this process, renewals may be waiting to be read."""
         over = []
         while self._live:
@@ -174,7 +179,7 @@ class Source:
         return over
 
     def peer_lost(self, peer: str) -> list[Owner]:
-        """Takes back everything that was offered to `peer`, oldest offer first, without a message."""
+        """Withdraws all offers to `peer`, without a message. Returns their owners, oldest offer first."""
         owners = []
         for live in sorted(self._live.values(), key=lambda live: live.sequence):
             if live.peer == peer:
@@ -203,19 +208,21 @@ class Source:
     # ---- inside
 
     def _find(self, peer: str, incarnation: int, sequence: int) -> _Live | None:
+        """The live offer of this number and incarnation, if it was made to `peer`; otherwise None."""
         live = self._live.get(sequence)
         if live is None or incarnation != self._incarnation or live.peer != peer:
             return None
         return live
 
     def _take_back(self, live: _Live) -> Withdraw:
+        """Ends the offer, counts it as withdrawn and returns the message for its peer."""
         self._end(live)
         self.withdrawn += 1
         return Withdraw(self._incarnation, live.sequence)
 
     def _end(self, live: _Live) -> Owner:
-        """Ends the offer and frees its slot. Writes the control word first: once the owner is notified, its blocks may
-        be overwritten."""
+        """Ends the offer, frees its slot and returns its owner. Writes the control word first: once the owner is
+        notified, its blocks may be overwritten."""
         self._set_word(live.slot, gone_word(live.sequence))
         del self._live[live.sequence]
         del self._sequence_of[live.owner]

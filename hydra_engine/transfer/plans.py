@@ -16,15 +16,15 @@ class KvEnd:
 
     num_tokens: int  # number of tokens whose KV is offered
     token_id: int
-    token_s: float  # when it was sampled
+    token_s: float  # when `token_id` was sampled
     first_token_s: float  # when the request's first token was sampled
-    late_gaps: int = 0
+    late_gaps: int = 0  # number of late gaps between the tokens so far
     earlier_token_ids: tuple[int, ...] | None = None  # generated before `token_id`; None: the target knows them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PullPlan:
-    """A copy of blocks that another instance offers into blocks of this one.
+    """A copy of blocks of another instance, which it offers, into blocks of this one.
 
     `offer`: the offer's number at this scheduler. Block `first_block + i` of the offer goes to `block_ids[i]`. `last`:
     after this copy everything is here, if the offer is still valid at its end.
@@ -62,8 +62,8 @@ class PullJob:
 
 @dataclass(frozen=True, slots=True)
 class PullResult(ConnectorResult):
-    """The result of a PullJob. `valid`: the word was unchanged after the copy. `problem`: the bytes could not be copied
-    or do not have the offered checksums."""
+    """The result of a PullJob. `valid`: the word was unchanged after the copy. `problem`: why the bytes could not be
+    copied, or that they do not have the offered checksums; None if neither. `num_bytes`: bytes copied."""
 
     step_id: StepId
     started_s: float
@@ -86,7 +86,7 @@ class StagingJob:
 
 @dataclass(frozen=True, slots=True)
 class StagingResult(ConnectorResult):
-    """The result of a StagingJob. `problem`: why the blocks could not be copied."""
+    """The result of a StagingJob. `problem`: why the blocks could not be copied; None if they were."""
 
     number: int
     problem: str | None = None

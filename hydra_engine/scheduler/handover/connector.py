@@ -42,9 +42,9 @@ _NEW_SHARE = 0.25  # weight of the newest report in the moving mean
 class PeerConnector(Connector):
     """The connector of one instance to its peers.
 
-    If every result comes back, every encode or decoder that it asks for is offered, and every offer of its own is
-    fetched or withdrawn, then every request ends, whatever the sizes of the caches. Any number of pulls may be in
-    flight; each is returned exactly once, also if it failed.
+    If every result comes back, every image that it asks for is offered, every decoder that it asks for is named, and
+    every offer of its own is fetched or withdrawn, then every request ends, whatever the sizes of the caches. Any
+    number of pulls may be in flight; the caller reports the end of each exactly once (`on_pull`), also if it failed.
 
     The owner reports offers of other instances to `pulls`, and what they have fetched to `offers`. It calls
     `take_events` after each plan and before the plan is submitted: the events name blocks that others may not read any
@@ -96,7 +96,8 @@ class PeerConnector(Connector):
 
     def _part_tokens(self) -> int:
         """Minimum tokens of a part of a prompt whose KV is copied early: as configured, else as many as take at least
-        the fixed cost of a step to copy; 0 before the first copy.
+        the fixed cost of a step to copy. 0 (prompts are not split for copies) if configured so, or before the first
+        copy was reported.
 
         Like EPD-Serve's groups, of tokens instead of layers: a part is copied while the next one is computed, so a
         split saves the copy of the first part and costs one more step's read of the weights.
@@ -110,17 +111,19 @@ class PeerConnector(Connector):
 
     def set_role(self, role: Role) -> None:
         """Lets an instance that encodes and decodes borrow decodes from others while it has nothing to encode
-        (HeteroServe, section 5.3). If it does not prefill either, language steps wait for images first."""
+        (HeteroServe, section 5.3). If it does not prefill, its vision steps are planned before its language steps."""
         self._may_borrow = Role.E in role and Role.D in role
         self.vision_first = self._may_borrow and Role.P not in role
 
     def language_due_s(self, ended_s: float) -> float:
-        """The end of the patience while all decodes here are borrowed: until then a language step waits for the vision
-        step in flight, which gets the device to itself. An image without free blocks is not waited for."""
+        """The time until which a language step waits for the vision step in flight: `yield_patience_s` after `ended_s`
+        while all language work here is borrowed decodes, so that the encode has the device to itself; otherwise minus
+        infinity. Images for which no blocks are free are in no vision step and are not waited for."""
         return ended_s + self._patience_s if self._may_borrow and self._only_borrowed() else -math.inf
 
     def _only_borrowed(self) -> bool:
-        """True if the only work is decodes that other instances have lent to this one."""
+        """True if the language work here is decodes that other instances have lent to this one, at least one, and
+        nothing else. Requests whose KV is not here yet do not count."""
         requests, some = self._requests, False
         for state in chain(requests.prefilling, requests.decoding):
             if state.external_kv:
@@ -145,8 +148,8 @@ class PeerConnector(Connector):
             self.offers.update_features(state, index, now)
 
     def on_start(self, state: RequestState) -> None:
-        """Asks for a decoder: late enough to know which instances have free slots, early enough for the first blocks to
-        leave."""
+        """Asks which instance decodes the request, if this one does not: late enough to know where slots are free,
+        early enough for the first blocks to be copied while the rest is computed."""
         if Role.D not in state.stages:
             self._events.add(NeedDecoder(state.request.id))
 
@@ -196,12 +199,14 @@ class PeerConnector(Connector):
     def on_pull(
         self, step_id: StepId, now: float, *, valid: bool, started_s: float, ended_s: float
     ) -> list[RequestMessage]:
-        """Takes back a pull. Not `valid`: its offer was withdrawn before the copy ended, or the bytes were wrong."""
+        """Records the end of a pull. Returns the Finished of its request if that has ended and no other plan names it.
+        Not `valid`: its offer was withdrawn before the copy ended, or the bytes were wrong."""
         state = self.pulls.end(step_id, now, valid=valid, started_s=started_s, ended_s=ended_s)
         return self._finish([state], now)
 
     def record_copy(self, block_s: float) -> None:
-        """Records that an offer of this instance was copied, at `block_s` seconds per block; 0.0: not measured."""
+        """Records that an offer of this instance was copied, at `block_s` seconds per block, as a moving mean. Ignores
+        0.0: not measured."""
         if block_s:
             self._block_s = block_s if not self._block_s else self._block_s + _NEW_SHARE * (block_s - self._block_s)
 
@@ -219,7 +224,8 @@ def yield_patience_s(tpot_limit_s: float | None) -> float:
 
 def part_end(start: int, num_tokens: int, min_tokens: int, block_size: int) -> int:
     """End of the next part of a prompt whose KV is copied to another instance while the next part is computed: the
-    block boundary behind the middle of the rest, or `num_tokens` if a part would have fewer than `min_tokens` tokens.
+    block boundary behind the middle of what is left from `start`, or `num_tokens` if fewer than twice `min_tokens`
+    tokens are left.
 
     Only the copy of the last part is waited for. By halving, the last part is short after a few steps; the other copies
     are hidden as long as copying a token takes no longer than computing it.

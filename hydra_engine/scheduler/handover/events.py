@@ -15,7 +15,8 @@ from hydra_engine.transfer.plans import KvEnd
 
 @dataclass(frozen=True, slots=True)
 class FeaturesEvent:
-    """Features of an encode job can be fetched from these blocks until `FeaturesGoneEvent` or `release_features`."""
+    """The event that features of an encode job can be fetched from these blocks, until `FeaturesGoneEvent` or
+    `Offers.release_features`."""
 
     request_id: RequestId  # id of the job
     image_index: int  # index within the job
@@ -24,16 +25,16 @@ class FeaturesEvent:
 
 @dataclass(frozen=True, slots=True)
 class FeaturesGoneEvent:
-    """The features are no longer offered: an older request takes the blocks, or the job has ended. In the first case
-    the image is encoded and offered again."""
+    """The event that features are no longer offered: their blocks go to an older request, or the job has ended. In the
+    first case the image is encoded and offered again."""
 
-    request_id: RequestId
-    image_index: int
+    request_id: RequestId  # id of the job
+    image_index: int  # index within the job
 
 
 @dataclass(frozen=True, slots=True)
 class KvEvent:
-    """More KV of a request that moves on can be fetched, until `KvGoneEvent` or `release_kv`.
+    """The event that more KV of a request that moves on can be fetched, until `KvGoneEvent` or `Offers.release_kv`.
 
     The blocks follow the blocks of its earlier KvEvents. Only the very last block may be partly filled. With `end`
     nothing more comes.
@@ -46,17 +47,17 @@ class KvEvent:
 
 @dataclass(frozen=True, slots=True)
 class KvGoneEvent:
-    """The KV is no longer offered: the request was preempted or has ended. In the first case it is computed and offered
-    again from its beginning."""
+    """The event that the KV is no longer offered: the request was preempted or has ended. In the first case it is
+    computed and offered again from its beginning."""
 
     request_id: RequestId
 
 
 @dataclass(frozen=True, slots=True)
 class UnneededEvent:
-    """An offer of another instance is not needed any more."""
+    """The event that an offer of another instance is not needed any more and should be refused."""
 
-    offer: int
+    offer: int  # number under which this scheduler knows it
 
 
 OfferEvent = FeaturesEvent | FeaturesGoneEvent | KvEvent | KvGoneEvent | UnneededEvent
@@ -64,7 +65,8 @@ RemoteEvent = OfferEvent | NeedImages | NeedDecoder | Finished
 
 
 class RemoteEvents:
-    """The events in order. Images that need an encode elsewhere are collected and named once per request and `take`."""
+    """The events since the last `take`, in order. Images that need an encode elsewhere are collected: one NeedImages
+    names those of a request."""
 
     def __init__(self) -> None:
         self._events: list[RemoteEvent] = []
@@ -74,7 +76,7 @@ class RemoteEvents:
         self._events.append(event)
 
     def need(self, request_id: RequestId, image_index: int) -> None:
-        """Asks for an encode of this image by another instance."""
+        """Asks for an encode of this image by another instance, only once if it is repeated before the next `take`."""
         self._needs.setdefault(request_id, set()).add(image_index)
 
     def forget_needs(self, request_id: RequestId) -> None:

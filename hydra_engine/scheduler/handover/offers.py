@@ -41,8 +41,9 @@ class Offers:
     # ---- offers
 
     def offer_kv(self, state: RequestState, now: float, *, ends: bool, earlier: tuple[int, ...] | None = None) -> None:
-        """Offers the full blocks computed since the last offer; with `ends`, also the last, partly filled one.
-        `earlier`: generated tokens that the decoding instance may not know."""
+        """Offers the full blocks computed since the last call, if any. With `ends`, also offers the last, partly filled
+        one and names the latest token; the request is then parked until its KV is fetched. `earlier`: the generated
+        tokens before the latest one, if the decoding instance may not know them."""
         kv, table = self._requests.kv, self._requests.kv.tables[state.request.id]
         handover = handover_of(state)
         stop = kv.blocks_for(state.num_prefilled) if ends else state.num_prefilled // kv.block_size
@@ -62,14 +63,15 @@ class Offers:
         return KvEnd(state.num_prefilled, state.generated[-1], *times, earlier)
 
     def withdraw_kv(self, state: RequestState) -> None:
-        """Withdraws the offered KV of a request that was preempted or has ended."""
+        """Withdraws the offered KV, if any, of a request that was preempted or has ended."""
         handover = handover_of(state)
         if handover.num_offered:
             self._events.add(KvGoneEvent(state.request.id))
         handover.num_offered, handover.offers_all = 0, False
 
     def update_features(self, job: RequestState, index: int, now: float) -> None:
-        """Offers features of an encode job that are encoded now, or withdraws those that are evicted or fetched."""
+        """Offers the features of an encode job's image once they are encoded. Ends the offer when they were fetched or,
+        with a FeaturesGoneEvent, evicted."""
         progress, features = job.images[index], self._requests.features
         request_id, num_tokens = job.request.id, job.request.images[index].num_tokens
         offered_s = handover_of(job).offered_s
@@ -92,14 +94,15 @@ class Offers:
     # ---- how a request leaves
 
     def release_features(self, request_id: RequestId, image_index: int, now: float) -> list[RequestMessage]:
-        """Ends the offer of features that were fetched or refused, and the job with its last image."""
+        """Ends the offer of features that were fetched or refused and, with its last image, the job as MOVED."""
         state = self._live(request_id)
         if state is None or not state.is_encode_job or not self._requests.images.release(state, image_index, now):
             return []
         return self._end(state, Departure.MOVED, now)
 
     def release_kv(self, request_id: RequestId, now: float) -> list[RequestMessage]:
-        """Ends the request whose KV was fetched or refused. If not all of it was offered yet, it was refused."""
+        """Ends the request whose KV was fetched or refused, as MOVED. If not all of it was offered yet, it was refused,
+        and the request ends as WITHDRAWN. Ignores a request of which no KV is offered."""
         state = self._live(request_id)
         handover = None if state is None else find_handover(state)
         if state is None or handover is None or not handover.num_offered:
@@ -109,7 +112,8 @@ class Offers:
         return self._end(state, departure, now)
 
     def withdraw(self, request_id: RequestId, now: float, reason: str) -> list[RequestMessage]:
-        """Ends an encode job or a moving request whose offers will not be fetched. `reason` is for its timeline."""
+        """Ends an encode job, or a request that decodes elsewhere, whose offers will not be fetched, as WITHDRAWN.
+        Ignores a request that decodes here. `reason` is for its timeline."""
         state = self._live(request_id)
         if state is None or (not state.is_encode_job and Role.D in state.stages):
             return []
@@ -117,9 +121,9 @@ class Offers:
         return self._end(state, Departure.WITHDRAWN, now)
 
     def hand_over(self, request_id: RequestId, now: float) -> bool:
-        """Offers the KV of a running decode, which continues on another instance behind its last token. False if it is
-        not decoding here, or if its sampling depends on counts of earlier tokens, which the other instance has not all
-        seen."""
+        """Offers the KV of a running decode, so that another instance continues it after its latest token; from now on
+        it does not decode here. False, without any change, if it is not decoding here, or if its sampling depends on
+        counts of earlier tokens, which the other instance has not all seen."""
         state = self._live(request_id)
         if state is None or state.phase is not RequestPhase.DECODING or state.request.sampling.needs_history:
             return False
@@ -132,7 +136,7 @@ class Offers:
         return True
 
     def _live(self, request_id: RequestId) -> RequestState | None:
-        """The request, if it is here and has not ended."""
+        """The request, if it is here and has not ended; otherwise None."""
         state = self._requests.states.get(request_id)
         return None if state is None or state.ending is not None else state
 
@@ -141,7 +145,8 @@ class Offers:
         return self._finish([state], now)
 
     def _close_offers(self, state: RequestState, now: float, cause: str | None) -> None:
-        """Records in the timeline how long each offer of the request lasted. `cause`: why it was not fetched."""
+        """Records in the timeline how long each open offer of the request lasted, and forgets them. `cause`: why they
+        were not fetched; None if they were."""
         timeline, offered_s = self._requests.timelines[state.request.id], handover_of(state).offered_s
         for index, since_s in offered_s.items():
             tokens = state.num_prefilled if index == _KV else state.request.images[index].num_tokens
@@ -169,7 +174,8 @@ class EncodeJobQuota:
         self._num_blocks = self._requests.features.pool.num_blocks - self._largest_local()
 
     def _largest_local(self) -> int:
-        """Blocks of the largest image without features of the requests of this instance; 0 if there are no jobs."""
+        """Blocks of the largest image without features that a request of this instance waits for; 0 if none does, or if
+        there are no jobs."""
         requests = self._requests
         if not self._parked.encode_jobs:
             return 0
@@ -182,8 +188,8 @@ class EncodeJobQuota:
         return max(sizes, default=0)
 
     def has_room(self, job: RequestState, index: int, num_blocks: int, now: float, *, may_evict: bool) -> bool:
-        """True if an image of a job may have `num_blocks` within the quota, after evicting features of later jobs if
-        needed and `may_evict`."""
+        """True if an image of a job may have `num_blocks`: they fit the quota, after evicting features of later jobs if
+        needed and `may_evict`, or they exceed it by themselves, or the quota is the whole cache."""
         images, quota = self._requests.images, self._num_blocks
         if num_blocks > quota or quota == self._requests.features.pool.num_blocks:
             return True

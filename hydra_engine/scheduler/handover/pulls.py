@@ -27,9 +27,10 @@ MAX_IMAGE_PULLS = 4
 
 
 class RemoteImages:
-    """The remote images that were asked for, and their offers. Every remote image that is WAITING has been requested
-    (`requested_images`) and is or will be offered, by one instance or several. An offer is known (`image_offers`) only
-    while the image is WAITING or ENCODING; an offer that is being copied is not among them."""
+    """The images that other instances encode for requests here, and the offers of their features. Every such image that
+    is WAITING has been asked for (`requested_images`) and is or will be offered, by one instance or several. An offer
+    is known (`image_offers`) only while the image is WAITING or ENCODING; an offer that is being copied is not among
+    them."""
 
     def __init__(self, requests: RequestTable, events: RemoteEvents) -> None:
         self.offers: dict[int, tuple[RequestState, int]] = {}  # offer -> (request, image); not being copied
@@ -37,7 +38,8 @@ class RemoteImages:
         self._events = events
 
     def request(self, state: RequestState, index: int) -> None:
-        """Asks for an image that is WAITING; refuses the offers of one that has features."""
+        """Asks for a remote image that is WAITING, if that is not done yet; refuses the offers of one that has
+        features or needs none."""
         progress, handover = state.images[index], handover_of(state)
         if progress == ImageProgress.WAITING and index not in handover.requested_images:
             handover.requested_images.add(index)
@@ -47,8 +49,8 @@ class RemoteImages:
             self._refuse(state, index)
 
     def on_offer(self, request_id: RequestId, index: int, offer: int) -> None:
-        """Records that features of a remote image can be pulled. `offer`: the caller's number, as in the plan of the
-        pull.
+        """Records that features of a remote image can be pulled, or refuses them if the image is not remote, needs no
+        features now, or its request has ended. `offer`: the caller's number, as in the plan of the pull.
 
         Several instances may offer an image, and all but one may be about to withdraw, so no offer is refused before
         the features are here.
@@ -86,7 +88,7 @@ class RemoteImages:
             self._events.add(UnneededEvent(self.claim(state, index)))
 
     def forget(self, state: RequestState) -> None:
-        """Refuses the offers for a request that is about to end, and drops its needs."""
+        """Refuses the image offers for a request that is about to end, and no longer asks for its images."""
         for index in list(handover_of(state).image_offers):
             self._refuse(state, index)
         self._events.forget_needs(state.request.id)
@@ -125,7 +127,8 @@ class Pulls:
 
     def on_kv_offer(self, request_id: RequestId, offer: int, num_blocks: int, end: KvEnd | None) -> None:
         """Records that the first `num_blocks` of a request's KV can be pulled; called again as there are more, the last
-        time with `end`. A later offer replaces an earlier one."""
+        time with `end`. Another offer replaces an earlier one, whose copied blocks are freed. Refuses the offer if the
+        request waits for no KV or has ended."""
         state = self._requests.states.get(request_id)
         remote_kv = None if state is None else remote_kv_of(state)
         if state is None or remote_kv is None or state.ending is not None:
@@ -159,7 +162,8 @@ class Pulls:
     # ---- planning
 
     def plan(self, now: float) -> list[PullPlan]:
-        """Copies to begin now. They write to blocks of this instance until `end` is called."""
+        """Admits requests whose KV is offered, and returns the copies to begin now. They write to blocks of this
+        instance until `end` is called."""
         if not self.kv_offers and not self.images.offers:
             return []
         plans: list[PullPlan] = []
@@ -174,6 +178,8 @@ class Pulls:
         return plans
 
     def _plan_kv(self, plans: list[PullPlan]) -> None:
+        """Plans a copy of the KV offered since the last one, for each admitted request without a copy in flight. Frees
+        the blocks of a request that was admitted with too few."""
         requests = self._requests
         for state in list(requests.prefilling):
             remote_kv = remote_kv_of(state)
@@ -200,6 +206,8 @@ class Pulls:
             )
 
     def _plan_images(self, plans: list[PullPlan], now: float) -> None:
+        """Plans copies of features: by urgency into free blocks, if urgencies differ and the oldest request has waited
+        less than `encode_patience_s`; if that gives none, by age, evicting features of later images."""
         unfetched, before = self._unfetched, len(plans)
         oldest = unfetched.oldest()
         if unfetched.is_ranked and oldest is not None and now - oldest.image_wait_since_s < self._patience_s:
@@ -226,8 +234,8 @@ class Pulls:
                 yield state
 
     def _fill(self, states: Iterable[RequestState], plans: list[PullPlan], now: float, *, may_evict: bool) -> None:
-        """Plans the copies of images in the given order. Blocks are reserved for every earlier image that cannot be
-        copied yet."""
+        """Plans the copies of images in the given order of requests. Blocks are reserved for every earlier image that
+        cannot be copied yet; ends when these need more than are free."""
         features = self._requests.features
         aside: dict[FeatureKey, int] = {}
         for state in states:
@@ -264,7 +272,8 @@ class Pulls:
     # ---- results
 
     def end(self, step_id: StepId, now: float, *, valid: bool, started_s: float, ended_s: float) -> RequestState:
-        """Takes back a copy. Returns its request, which may have ended before or now."""
+        """Records the end of a copy. Returns its request, which may have ended before or now. Not `valid`: the copied
+        bytes are of no use."""
         plan = self.in_flight.pop(step_id)
         state = self._requests.states[plan.request_id]
         state.plans_in_flight -= 1
@@ -278,6 +287,8 @@ class Pulls:
         return state
 
     def _end_features(self, state: RequestState, index: int, started_s: float, ended_s: float, *, valid: bool) -> None:
+        """Marks copied features as ready for all images with the same picture. Not `valid`: they wait again,
+        and this image still counts as asked for."""
         images, num_tokens = self._requests.images, state.request.images[index].num_tokens
         self._requests.timelines[state.request.id].add_transfer("pull_features", started_s, ended_s, num_tokens)
         if valid:
@@ -286,6 +297,9 @@ class Pulls:
         images.end_image_waits(users, (), ended_s)
 
     def _end_kv(self, state: RequestState, plan: PullPlan, now: float, *, valid: bool) -> None:
+        """Counts the copied blocks or, after the last copy, continues the request. If the copy is not `valid` or its
+        offer has been replaced or withdrawn, frees the blocks: the request starts again. Preempts the request if that
+        waited for the copy."""
         requests, remote_kv = self._requests, remote_kv_of(state)
         assert remote_kv is not None and remote_kv.copied_offer == plan.offer, "a copy ends that never began"
         remote_kv.copied_offer = None
@@ -307,8 +321,8 @@ class Pulls:
                 requests.preempt(state, now)
 
     def _arrived(self, state: RequestState, end: KvEnd, now: float) -> None:
-        """Continues a request whose KV is all here as a prefill of one token. If the KV does not match the known
-        tokens, it is of no use and the request ends as RETURNED."""
+        """Continues a request whose KV is all here: only the row of its latest token, which `end` names, is still to be
+        computed. Ends it as RETURNED if the KV does not match its tokens and is of no use."""
         requests = self._requests
         handover = handover_of(state)
         handover.remote_kv = None
@@ -337,8 +351,8 @@ class Pulls:
         self._requests.free_blocks(state)
 
     def forget(self, state: RequestState) -> None:
-        """Refuses the offers for a request that is about to end. An offer of KV that is being copied is kept for the
-        copy."""
+        """Refuses the offers for a request that is about to end. An offer of KV that is being copied is refused only
+        after the copy, if that was not the last."""
         self.images.forget(state)
         remote_kv = remote_kv_of(state)
         if remote_kv is not None and remote_kv.offer is not None:

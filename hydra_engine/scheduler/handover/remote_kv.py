@@ -23,16 +23,17 @@ from hydra_engine.scheduler.step import Admission
 
 
 class RemoteKvAdmission(Admission):
-    """Admission for requests with remote KV. No decode waits for a prefill, and no prefill that moves on waits for an
-    encode: stages wait for later ones only, and the last one for none."""
+    """The admission of requests with remote KV. So that instances never wait for each other in a circle, a stage waits
+    only for later ones: no decode for a prefill, and no prefill whose KV moves on for an encode."""
 
     def __init__(self, requests: RequestTable, parked: ParkedRequests, config: SchedulerConfig) -> None:
         super().__init__(requests, config)
         self._kv_offered = parked.kv_offered
 
     def admit(self, now: float, step: OpenStep | None = None) -> None:
-        """Admits requests while slots and blocks last. In a language `step` it preempts others if needed, between two
-        steps none."""
+        """Admits requests while slots and blocks last: first those whose KV is offered to its end, then, if none of
+        them was left out and no request waits, others with an offer. Only in a language `step` it preempts for the
+        former."""
         if not self._kv_offered:
             return
         skipped: list[RequestState] = []
@@ -62,7 +63,7 @@ class RemoteKvAdmission(Admission):
 
     def _num_tokens(self, state: RequestState) -> int:
         """Number of token positions that need free blocks before the request may start: one more than it pulls, for the
-        next token."""
+        next token, if it decodes here; after a preemption, all that it can need."""
         num_tokens = policy.kv_tokens_to_admit(state)
         if Role.D not in state.stages or state.preempted:
             return num_tokens
@@ -71,7 +72,8 @@ class RemoteKvAdmission(Admission):
         return min(max(num_tokens, 0 if end is None else end.num_tokens) + 1, state.request.max_total_tokens)
 
     def _start(self, state: RequestState, now: float, step: OpenStep | None) -> bool:
-        """Starts a request; False if there is no free slot or too few free blocks."""
+        """Starts a request and allocates all its blocks. False if there is no free slot or too few free blocks,
+        which its timeline then names as the cause of its wait."""
         num_tokens = self._num_tokens(state)
         found = self.find_blocks(state, num_tokens, step, lambda: policy.youngest_stalled(self._requests.prefilling))
         if found is None:

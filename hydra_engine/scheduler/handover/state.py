@@ -1,5 +1,5 @@
-"""The part of a request's state that exists only because other instances take part in it, and what such a request waits
-for. Attached to `RequestState.connector_state`; the core does not look at it.
+"""The part of a request's state that exists only because other instances take part in it, and the queues of requests
+that wait for them. Attached to `RequestState.connector_state`; the core does not look at it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def handover_of(state: RequestState) -> HandoverState:
 
 
 def remote_kv_of(state: RequestState) -> RemoteKv | None:
-    """The request's KV on another instance; None once all of it is here, or if it is computed here."""
+    """Progress of the KV that another instance computes for the request; None once all of it is here, or if it is
+    computed here."""
     handover = find_handover(state)
     return None if handover is None else handover.remote_kv
 
@@ -86,8 +87,8 @@ def offers_all_kv(state: RequestState) -> bool:
 
 
 class ParkedRequests:
-    """The parked requests of a scheduler in the queue of their `Parking`. `unfetched` is an index beside the queues:
-    requests with an image that waits for features from another instance."""
+    """The parked requests of a scheduler, each in the queue of its `Parking`. `unfetched` is an index beside the
+    queues: all requests, parked or not, with an image that waits for features from another instance."""
 
     def __init__(self, requests: RequestTable) -> None:
         self._requests = requests
@@ -102,7 +103,7 @@ class ParkedRequests:
         requests.startable.append(self.kv_offered)
 
     def parking_of(self, state: RequestState) -> Parking | None:
-        """The reason why the request waits, from its state and blocks; None if the core may go on with it."""
+        """The reason why the request waits for another instance, from its state and blocks; None if it does not."""
         if state.is_encode_job:
             return Parking.ENCODE_JOB
         handover = handover_of(state)
@@ -114,7 +115,8 @@ class ParkedRequests:
         return Parking.REMOTE_PREFILL if waits else Parking.KV_OFFERED
 
     def requeue(self, state: RequestState) -> None:
-        """Moves a request whose phase is up to date into the queue of what it waits for."""
+        """Moves a request whose phase is up to date into the queue of its `Parking`, or out of all if it is not PARKED.
+        Updates `unfetched`."""
         handover = handover_of(state)
         parking = self.parking_of(state) if state.phase is RequestPhase.PARKED else None
         if parking is not handover.parking:
