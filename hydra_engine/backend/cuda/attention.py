@@ -154,7 +154,7 @@ class CudaAttention:
     # ---- attention
 
     def paged(self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:
-        """Implements `Ops.attention_paged` for a plan of this class. Head dims above MAX_HEAD_DIM take torch's
+        """Implements `Ops.attention_paged` for plans that this class made. Head dims above MAX_HEAD_DIM take torch's
         attention; raises ValueError for these if the cache is quantized or only the device knows the plan's rows."""
         native = plan.native
         assert isinstance(native, CudaPlan), "a plan of other ops"
@@ -175,7 +175,8 @@ class CudaAttention:
     ) -> None:
         """Writes the attention of the plan's decodes into the first `native.num_decodes` rows of `out`, [T, Hq, D].
 
-        native: the plan's `CudaPlan`, also if `plan.native` is another class. Arguments are checked by the caller.
+        native: Triton's part of the plan; `plan.native` is another object if FlashInfer made the plan. Arguments are
+        checked by the caller.
         """
         split = native.num_decodes
         if split:

@@ -28,10 +28,10 @@ from hydra_engine.errors import ResourceError, TransferError
 
 
 class CudaDevice:
-    """`Device` of backend/device.py on a GPU.
+    """`Device` of backend/device.py on GPU number `index`.
 
-    set_threads: sets the CPU threads of the calling thread. priorities: of lanes' streams, 0 for a lane that is not
-    named. split: None if the device is not divided.
+    threads: CPU threads of each lane. set_threads: sets them for the calling thread. priorities: stream priorities by
+    lane, 0 for a lane that is not named. split: None if the device is not divided between lanes.
     """
 
     asynchronous = True
@@ -57,16 +57,20 @@ class CudaDevice:
         self._sender = Sender(self.torch_device)
 
     def lane(self, name: str) -> Lane:
+        """Starts a lane with a stream of its own; the caller closes it. If the device is divided, start one language
+        and one vision lane at most."""
         stream = torch.cuda.Stream(self.torch_device, priority=self._priorities.get(name, 0))
         if self._split is None:
             return CudaLane(name, self.torch_device, stream, self._threads, self._set_threads)
         return self._split.lane(name, stream, self._threads, self._set_threads)
 
     def reader(self, name: str) -> Lane:
-        """Sets the thread's device first: otherwise waiting would create a context on GPU 0."""
+        """Starts a thread that waits for what lanes have launched; the caller closes it. This device is made current in
+        the thread: otherwise waiting would create a context on GPU 0."""
         return ThreadLane(name, 1, set_threads=self._begin_reader)
 
     def _begin_reader(self, threads: int) -> None:
+        """Prepares the calling thread, a reader's: sets its CPU threads and its current device."""
         set_torch_threads(threads)
         torch.cuda.set_device(self.torch_device)
 
@@ -79,13 +83,14 @@ class CudaDevice:
         return free + idle, total
 
     def trim(self) -> None:
-        """Empties torch's cache too: weights arrive in parts, and what parts leave behind is of no use to the
-        caches."""
+        """Returns freed host memory, and device memory that torch has reserved and does not use, to the system: weights
+        arrive in parts, and what the parts leave behind is of no use to the caches."""
         self._host.trim()
         torch.cuda.empty_cache()
 
     def peak_bytes(self, job: Callable[[], None]) -> int | None:
-        """Runs `job` and returns the peak, which includes what other lanes allocate meanwhile."""
+        """Runs `job`, waits for the current stream, and returns the peak of additional device memory in bytes. That
+        includes what other lanes allocate meanwhile. First waits for the whole device and empties torch's cache."""
         torch.cuda.synchronize(self._index)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._index)
@@ -101,6 +106,8 @@ class CudaDevice:
     # ---- peers
 
     def share(self, num_bytes: int) -> SharedMemory:
+        """Allocates a zeroed `DevicePool`, whose memory peers can map. Raises ResourceError if CUDA cannot allocate
+        it."""
         try:
             return DevicePool(num_bytes, self._index)
         except RuntimeError as error:
@@ -111,13 +118,18 @@ class CudaDevice:
             ) from error
 
     def stage(self, num_bytes: int) -> SharedMemory:
+        """Allocates a `StagingPool`: host memory that peers can map, pinned when its tensor is first used. Raises
+        ResourceError if the system has no such memory."""
         return StagingPool(num_bytes, self._index)
 
     def open_staging(self, export: PoolExport, descriptor: int) -> PeerMemory:
+        """Maps and pins a peer's `stage` memory; the descriptor stays the caller's. Raises TransferError if it is not
+        as `export` says."""
         return PeerStaging(descriptor, export.num_bytes, self._index)
 
     def open_peer(self, export: PoolExport, descriptor: int) -> PeerMemory:
-        """Maps host memory too, unpinned: it is as large as a CPU instance's caches."""
+        """Maps a peer's `share` memory, also that of a CPU instance. Host memory is not pinned: it is as large as all
+        caches of that instance. Raises TransferError if the memory cannot be mapped or is not as `export` says."""
         if export.transport == HOST_TRANSPORT:
             return map_pool(descriptor, export.num_bytes)
         if export.transport != TRANSPORT:
@@ -134,18 +146,29 @@ class CudaDevice:
             raise failure(self.torch_device, error) from error
 
     def send(self, arrays: Sequence[npt.NDArray[np.generic]]) -> tuple[Tensor, ...]:
+        """Implements `Device.send`. The arrays may be changed afterwards; waits if too many copies are in flight
+        (`Sender`)."""
         return self._sender.send(arrays)
 
     def fetch(self, tensors: Sequence[Tensor]) -> Fetch:
+        """Starts to copy tensors to pinned host memory, after all that the current stream has. Raises ValueError for a
+        dtype that numpy does not have."""
         return CudaFetch(self.torch_device, tensors)
 
     def mark(self) -> Mark:
+        """Marks the present end of the current stream."""
         return CudaMark(self.torch_device)
 
     def capture(self, launch: Callable[[], None]) -> Graph:
-        """Captures before the lane serves: memory freed elsewhere while its stream is captured would become part of the
-        graph. Raises BackendError if `launch` cannot be captured."""
+        """Captures `launch`, which runs twice, as a graph. Raises BackendError if it cannot be captured, and
+        torch.OutOfMemoryError.
+
+        Call it before the lane serves: memory that is freed elsewhere while the lane's stream is captured would become
+        part of the graph.
+        """
         return self._graphs.capture(launch)
 
     def capture_pieces(self, launch: Callable[[Cut], None]) -> tuple[Graph, ...]:
+        """Captures `launch`, which runs twice, as several graphs, cut where it calls its argument. Conditions and
+        errors are those of `capture`."""
         return self._graphs.capture_pieces(launch)

@@ -50,7 +50,10 @@ class Pages(NamedTuple):
 
 
 def pages_of(num_q: Int32s, num_context: Int32s, block_tables: Int32s, block_size: int) -> Pages:
-    """Converts rows. Rows without queries are left out: they have no result, and may have no block."""
+    """Converts B rows to `Pages`. Rows without queries are left out: they have no result, and may have no block.
+
+    num_q, num_context: [B]. block_tables: [B, W] with at least as many blocks as each context needs.
+    """
     kept = num_q > 0
     num_q, num_context, block_tables = num_q[kept], num_context[kept], block_tables[kept]
     used = -(-num_context // block_size)
@@ -64,13 +67,15 @@ def pages_of(num_q: Int32s, num_context: Int32s, block_tables: Int32s, block_siz
 
 
 def cumulative_sums(counts: Int32s) -> Int32s:
+    """Sums before each count and after the last: [B + 1] int32, from 0. counts: [B]."""
     result = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(counts, out=result[1:])
     return result
 
 
 class Kind(NamedTuple):
-    """Parameters of a wrapper's plan besides the rows. block_size 0: keys are not paged."""
+    """Parameters of FlashInfer's `plan` besides the rows; layers with equal ones share a plan. block_size 0: keys are
+    not paged."""
 
     heads: int
     kv_heads: int
@@ -81,22 +86,25 @@ class Kind(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
+        """Positional arguments of FlashInfer's paged `plan`, after the pages."""
         return self.heads, self.kv_heads, self.head_dim, self.block_size
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Keyword arguments of `plan`. Dtypes are always passed: the library's default is float16."""
+        """Keyword arguments of FlashInfer's `plan`. Dtypes are always passed: its default is float16."""
         return {"q_data_type": self.dtype, "kv_data_type": self.dtype, "sm_scale": self.scale}
 
     @property
     def tensor_cores(self) -> bool:
-        """True if decodes use them."""
+        """True if decodes use tensor cores."""
         return uses_tensor_cores(self.heads, self.kv_heads, self.head_dim)
 
 
 def workspace_bytes(kind: Kind, num_sms: int, captured_batch: int = 0) -> int:
-    """Upper bound of FlashInfer's partial results: float32 per head, query tile and part of a context. A captured
-    decode needs as many parts as its launch has blocks."""
+    """Upper bound of the memory for FlashInfer's partial results: float32 per head, query tile and part of a context.
+
+    captured_batch: rows of a captured decode, which needs as many parts as its launch has blocks; 0: not captured.
+    """
     parts = _BLOCKS_PER_SM * num_sms // kind.kv_heads
     tile = _TILES[-1]
     if captured_batch:
@@ -120,25 +128,31 @@ class GraphBuffers:
 
     @property
     def schedule(self) -> Tensor:
+        """Memory for FlashInfer's schedule, uint8 [SCHEDULE_BYTES], made at first use and kept."""
         if not self._schedule.shape[0]:
             self._schedule = torch.empty(SCHEDULE_BYTES, dtype=torch.uint8, device=self._device)
         return self._schedule
 
     def pages(self, batch: int, max_pages: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(indptr [batch + 1], indices of at least `max_pages`, last_page_len [batch]), int32."""
+        """Returns (indptr [batch + 1], indices of at least `max_pages`, last_page_len [batch]), int32. Earlier buffers
+        are used again if they are large enough."""
         self._indptr = self._grown(self._indptr, batch + 1)
         self._indices = self._grown(self._indices, max_pages)
         self._last_page_len = self._grown(self._last_page_len, batch)
         return self._indptr[: batch + 1], self._indices, self._last_page_len[:batch]
 
     def _grown(self, present: Tensor, size: int) -> Tensor:
+        """Returns `present` if it has `size` entries or more, else a new buffer of zeros."""
         if size <= present.shape[0]:
             return present
         return torch.zeros(size, dtype=torch.int32, device=self._device)
 
 
 class GraphDecode:
-    """A captured decode wrapper for one batch size and kind of layer. For the lane's thread."""
+    """A FlashInfer wrapper of captured decodes, for one kind of layer and `batch` rows of at most `width` blocks.
+
+    Only the lane's thread uses it. buffers: the lane's for this kind of layer. send: `Device.send`.
+    """
 
     def __init__(
         self, library: Any, workspace: Tensor, buffers: GraphBuffers, send: Send, kind: Kind, batch: int, width: int
@@ -163,7 +177,8 @@ class GraphDecode:
         self._launch: tuple[int, ...] | None = None
 
     def plan(self, pages: Pages) -> None:
-        """Plans on the current stream. Raises ValueError if FlashInfer's launch differs from the captured one."""
+        """Plans on the current stream, and waits for the copies of the plan before. Raises ValueError if FlashInfer's
+        launch differs from that of the first plan, which is the captured one."""
         self._arrived.synchronize()
         sent = self._send((pages.indptr, pages.indices, pages.last_page_len))
         for buffer, part in zip(self._pages, sent, strict=True):
@@ -179,8 +194,9 @@ class GraphDecode:
         self._check_launch()
 
     def _check_launch(self) -> None:
-        """Raises ValueError if the launch changed: the library does not promise equal launches for equal batch sizes,
-        and a graph with another launch would read out of its schedule's bounds."""
+        """Keeps the launch of the first plan; raises ValueError if a later one differs. FlashInfer does not promise
+        equal launches for equal batch sizes, and a graph with another launch would read out of its schedule's
+        bounds."""
         planned = getattr(self.wrapper, "_plan_info", None)
         launch = () if planned is None else tuple(int(number) for number in planned)
         if self._launch is None:
@@ -194,7 +210,10 @@ class GraphDecode:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GraphPlan:
-    """`AttentionPlan.native` of a captured decode step: `batch` rows of at most `width` blocks."""
+    """`AttentionPlan.native` of a captured decode step: `batch` rows of at most `width` blocks.
+
+    triton: the plan for layers that FlashInfer does not support. decodes: wrappers by kind of layer, made at first use.
+    """
 
     batch: int
     width: int
@@ -203,7 +222,8 @@ class GraphPlan:
     rows: list[tuple[Int32s, Int32s]] = field(default_factory=list)  # (num_context, block_tables) of the last refresh
 
     def refresh(self, num_context: Int32s, block_tables: Int32s) -> None:
-        """`AttentionPlan.refresh`: plans all kinds of layers for new contents."""
+        """Implements `AttentionPlan.refresh`: keeps new contents, and plans them for all kinds of layers that were used
+        so far. Raises ValueError if they have too many rows or blocks, and as `pages` and `GraphDecode.plan`."""
         count, width = block_tables.shape
         if num_context.shape != (self.batch,) or count > self.batch or width > self.width:
             raise ValueError(
@@ -217,6 +237,8 @@ class GraphPlan:
             decode.plan(self.pages(kind.block_size))
 
     def pages(self, block_size: int) -> Pages:
+        """The rows of the last refresh as `Pages`. Raises ValueError if there was none, or if a context is 0 or longer
+        than its blocks."""
         if not self.rows:
             raise ValueError("plan: expected one that was refreshed, whose rows are known to the host")
         ((num_context, tables),) = self.rows
@@ -233,7 +255,8 @@ NUM_PACKED = 4  # lists of segments: towers alternate between whole pictures and
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlashPlan:
-    """`AttentionPlan.native`. Compares by identity."""
+    """`AttentionPlan.native` of a step that is not captured: its rows on the host, from which the first layer of each
+    kind plans, and Triton's plan. Compares by identity, since `Wrappers` has it as a key."""
 
     num_decodes: int
     num_q: Int32s  # [B]
@@ -243,7 +266,8 @@ class FlashPlan:
 
 
 class Wrappers:
-    """FlashInfer wrappers of one kind in one lane, each with its last plan. The least recently used one plans next."""
+    """FlashInfer wrappers of one kind in one lane, at most `count`, each with its last plan. The least recently used
+    one plans next."""
 
     def __init__(self, make: Callable[[], Any], count: int) -> None:
         self._make = make
@@ -251,7 +275,8 @@ class Wrappers:
         self._held: dict[Hashable, tuple[Any, torch.cuda.Event]] = {}  # in LRU order; the event: its plan was copied
 
     def get_planned(self, key: Hashable, plan: Callable[[Any], None]) -> Any:
-        """The wrapper whose last plan is `key`, or the next one after `plan(wrapper)`."""
+        """Returns the wrapper whose last plan has this key. If there is none, plans a new one or the least recently
+        used one by `plan(wrapper)`, after waiting until the device has copied the latter's last plan."""
         if key in self._held:
             self._held[key] = self._held.pop(key)
             return self._held[key][0]
@@ -268,7 +293,7 @@ class Wrappers:
 
 
 class _LaneWrappers(threading.local):
-    """Wrappers and workspace of the calling lane. Not shared between lanes: two at once would write to one
+    """Wrappers and workspace of the calling lane's thread. Not shared between lanes: two at once would write to one
     workspace."""
 
     def __init__(self, library: Any, device: torch.device) -> None:
@@ -280,11 +305,13 @@ class _LaneWrappers(threading.local):
         self._of_graphs: dict[Kind, GraphBuffers] = {}
 
     def graphs(self, kind: Kind) -> GraphBuffers:
+        """The lane's buffers of captured graphs for one kind of layer, made at first use."""
         return self._of_graphs.setdefault(kind, GraphBuffers(self._device))
 
     def workspace(self, num_bytes: int) -> Tensor:
-        """The workspace for partial results, shared by all wrappers of the lane, whose steps run in order. Zeroed, as
-        the library requires."""
+        """Returns at least `num_bytes` for partial results, shared by all wrappers of the lane, whose steps run in
+        order. Zeroed when allocated, as FlashInfer requires. A larger one than before is new memory, and new wrappers
+        are made for it."""
         if num_bytes > self._workspace.shape[0]:
             self._workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
             self._retired.append(self._of_step)
@@ -292,7 +319,8 @@ class _LaneWrappers(threading.local):
         return self._workspace
 
     def wrappers(self, name: str, num_bytes: int, count: int, **options: Any) -> Wrappers:
-        """Up to `count` of the library's Batch<name>KVCacheWrapper with these options."""
+        """Up to `count` of FlashInfer's Batch<name>KVCacheWrapper with these options and a workspace of at least
+        `num_bytes`."""
         workspace, key = self.workspace(num_bytes), (name, *options.values())
         if key not in self._of_step:
             make = getattr(self._library, f"Batch{name}KVCacheWrapper")
@@ -303,8 +331,9 @@ class _LaneWrappers(threading.local):
 class FlashInferAttention:
     """FlashInfer's attention for a device with `num_sms` SMs.
 
-    send: `Device.send`. library: the package. decodes: False leaves them to Triton. prompts: the library's name of
-    their kernels, "fa2", "fa3" or "auto"; None leaves them to Triton.
+    send: `Device.send`. by_triton: computes what FlashInfer does not support. library: the package, imported if None.
+    decodes: False leaves them to Triton. prompts: FlashInfer's name of their kernels, "fa2", "fa3" or "auto"; None
+    leaves them to Triton.
     """
 
     def __init__(
@@ -331,8 +360,8 @@ class FlashInferAttention:
     # ---- plans
 
     def plan(self, cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
-        """`Ops.plan_attention`. Copies all three tensors before it returns. The first layer plans, since it knows heads
-        and block size."""
+        """Implements `Ops.plan_attention`. Copies all three tensors before it returns. FlashInfer plans in the first
+        layer, which knows heads and block size."""
         plan = self._by_triton.plan(cu_q, num_context, block_tables)
         num_q = np.diff(cu_q.numpy()).astype(np.int32)
         native = FlashPlan(
@@ -345,8 +374,8 @@ class FlashInferAttention:
         return replace(plan, native=native)
 
     def plan_decode(self, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
-        """`Ops.plan_decode`. Must be refreshed before its first use and before each replay, in the same thread and on
-        the same stream."""
+        """Implements `Ops.plan_decode`. The plan is Triton's if decodes are left to it. Otherwise call its `refresh`
+        before its first use and before each replay, in the same thread and on the same stream."""
         plan = self._by_triton.plan_decode(num_context, block_tables)
         if not self._decodes:
             return plan
@@ -355,14 +384,18 @@ class FlashInferAttention:
         return replace(plan, native=native, refresh=native.refresh)
 
     def plan_mixed(self, rows: MixedRows, num_tokens: int, max_prompts: int) -> AttentionPlan:
+        """Raises ValueError: FlashInfer plans prompts on the host, so these steps cannot be captured."""
         raise ValueError("plan_mixed: expected ops that plan on the device; FlashInfer cuts prompts on the host")
 
     def plan_packed(self, cu_seqlens: Tensor, max_length: int) -> PackedPlan:
+        """Returns Triton's plan: FlashInfer plans on the host and cannot use such segments."""
         return self._by_triton.plan_packed(cu_seqlens, max_length)
 
     # ---- attention
 
     def paged(self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:
+        """Implements `Ops.attention_paged` for a plan of this class. Decodes and prompts take Triton separately where
+        FlashInfer has no kernel for their dtype and heads, or is not to be used."""
         native = plan.native
         if isinstance(native, CudaPlan):
             return self._by_triton.paged(q, cache, layer, plan, scale)
@@ -392,10 +425,12 @@ class FlashInferAttention:
         return out
 
     def supports_packed(self, q: Tensor, cu_seqlens: Segments) -> bool:
-        """True if `attend_packed` uses FlashInfer: it plans on the host, so the host must know the segments."""
+        """True if FlashInfer has a kernel for rows like q, and the host, which plans, knows the segments: then
+        `attend_packed` uses it, unless there are no rows."""
         return not isinstance(cu_seqlens, PackedPlan) and self._kernel("auto", q) is not None
 
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float) -> Tensor:
+        """Implements `Ops.attention_packed`; by Triton where `supports_packed` is False, and without rows."""
         kernel = self._kernel("auto", q)
         if isinstance(cu_seqlens, PackedPlan) or kernel is None or not q.shape[0]:
             return self._by_triton.attend_packed(q, k, v, cu_seqlens, scale)
@@ -418,12 +453,14 @@ class FlashInferAttention:
     # ---- kernels
 
     def _supports_decodes(self, q: Tensor, kv_heads: int) -> bool:
+        """True if FlashInfer has a kernel for decodes of q [T, Hq, D] and is to be used for them."""
         _, heads, head_dim = q.shape
         kernel = flashinfer_kernels.decode_kernel(heads, kv_heads, head_dim)
         return self._decodes and _fits(q) and not self._kernels.reason_missing(kernel, q.dtype, head_dim)
 
     def _kernel(self, wanted: str | None, q: Tensor) -> str | None:
-        """The library's name of the kernels to use for prompts or segments; None: Triton."""
+        """FlashInfer's name of the kernels to use for prompts or segments like q. None: Triton. wanted: as `prompts` of
+        the class."""
         if wanted is None or not _fits(q):
             return None
         hopper = bool(self._kernels.problem) and self._hopper
@@ -431,13 +468,14 @@ class FlashInferAttention:
 
     @cached_property
     def _hopper(self) -> bool:
+        """True on a GPU of compute capability 9.x."""
         return self._device.type == "cuda" and torch.cuda.get_device_capability(self._device)[0] == _HOPPER
 
     # ---- wrappers
 
     def _captured(self, kind: Kind, native: GraphPlan) -> Any:
-        """The wrapper of a captured decode, planned at its first use. That use is never captured: `Device.capture` runs
-        once before it captures."""
+        """Returns the wrapper of a captured decode, which is made and planned at its first use. That use is never
+        captured: `Device.capture` runs once before it captures."""
         decode = native.decodes.get(kind)
         if decode is None:
             pages = native.pages(kind.block_size)
@@ -450,6 +488,8 @@ class FlashInferAttention:
         return decode.wrapper
 
     def _decode(self, kind: Kind, native: FlashPlan) -> Any:
+        """Returns a wrapper that is planned for the step's decodes."""
+
         def plan(wrapper: Any) -> None:
             _, *pages = self._pages(native, slice(native.num_decodes), kind)
             wrapper.plan(*pages, *kind.shape, **kind.settings)
@@ -459,6 +499,8 @@ class FlashInferAttention:
         return wrappers.get_planned((native, kind), plan)
 
     def _prefill(self, kind: Kind, native: FlashPlan, kernel: str) -> Any:
+        """Returns a wrapper that is planned for the step's rows after the decodes. kernel: from `_kernel`."""
+
         def plan(wrapper: Any) -> None:
             pages = self._pages(native, slice(native.num_decodes, None), kind)
             wrapper.plan(*pages, *kind.shape, causal=True, **kind.settings)
@@ -468,8 +510,8 @@ class FlashInferAttention:
         return wrappers.get_planned((native, kind), plan)
 
     def _pages(self, native: FlashPlan, rows: slice, kind: Kind) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns (cu_q, indptr, indices, last_page_len). The library reads plans on the host; only the list of blocks,
-        which can be long, is sent, without waiting."""
+        """Returns (cu_q, indptr, indices, last_page_len) of some rows. FlashInfer reads plans on the host; only the
+        list of blocks, which can be long, is sent to the device."""
         pages = pages_of(native.num_q[rows], native.num_context[rows], native.block_tables[rows], kind.block_size)
         (indices,) = self._send((pages.indices,))
         cu_q, indptr, last = (torch.from_numpy(part) for part in (pages.cu_q, pages.indptr, pages.last_page_len))
@@ -477,4 +519,5 @@ class FlashInferAttention:
 
 
 def _fits(q: Tensor) -> bool:
+    """True if FlashInfer computes in q's dtype and with its head dim."""
     return q.dtype in DTYPES and q.shape[2] in HEAD_DIMS

@@ -32,7 +32,7 @@ _FORMS = {"decode": DECODE, "prefill_f16qk_False_kv_stride_equal": FA2, "prefill
 
 
 class FlashKernel(NamedTuple):
-    """A compiled kernel. Decodes with tensor cores are FA2's."""
+    """A compiled kernel. name: DECODE, FA2 or FA3; decodes with tensor cores are FA2's."""
 
     name: str
     dtype: torch.dtype
@@ -40,26 +40,30 @@ class FlashKernel(NamedTuple):
 
 
 class FlashKernels(NamedTuple):
-    """The usable kernels. problem: why only the `built` ones are usable, as a predicate; empty if others are compiled
-    at first use."""
+    """The usable kernels. problem: the reason why only the `built` ones are, worded to follow FlashInfer's name; empty
+    if others are compiled at first use."""
 
     built: frozenset[FlashKernel] = frozenset()
     problem: str = ""
 
     def reason_missing(self, name: str, dtype: torch.dtype, head_dim: int) -> str:
-        """The reason why there is no such kernel; empty if there is."""
+        """The reason why this kernel cannot be used; empty if it is built or can be compiled at first use."""
         if not self.problem or FlashKernel(name, dtype, head_dim) in self.built:
             return ""
         return f"{name}-{head_dim} for {str(dtype).removeprefix('torch.')} is not compiled, and {self.problem}"
 
     def prompts(self, wanted: str, dtype: torch.dtype, head_dim: int, *, hopper: bool) -> str | None:
-        """The library's name of the kernel for prompts and segments, if "auto", FA2 or FA3 is wanted; None: there is
-        none."""
+        """FlashInfer's name of the kernel for prompts and segments; None if there is none.
+
+        wanted: "auto", FA2 or FA3. "auto" is returned unchanged if kernels can be compiled here, since FlashInfer then
+        chooses; otherwise it means FA3 if that is built and `hopper`, else FA2.
+        """
         if wanted == "auto" and self.problem:
             wanted = FA3 if hopper and not self.reason_missing(FA3, dtype, head_dim) else FA2
         return None if wanted != "auto" and self.reason_missing(wanted, dtype, head_dim) else wanted
 
     def describe(self) -> str:
+        """Names and head dims of the built kernels, as "decode-128, fa2-128"; "none" without any."""
         names = sorted({(kernel.name, kernel.head_dim) for kernel in self.built})
         return ", ".join(f"{name}-{head_dim}" for name, head_dim in names) or "none"
 
@@ -70,11 +74,12 @@ def uses_tensor_cores(heads: int, kv_heads: int, head_dim: int) -> bool:
 
 
 def decode_kernel(heads: int, kv_heads: int, head_dim: int) -> str:
+    """FA2 or DECODE, the kernel that decodes with these heads use."""
     return FA2 if uses_tensor_cores(heads, kv_heads, head_dim) else DECODE
 
 
 def installed() -> FlashKernels:
-    """The usable kernels. Imports the package `flashinfer`, which must be installed."""
+    """The usable kernels of the installed FlashInfer. Imports it; raises ImportError if it is not installed."""
     library: Any = importlib.import_module("flashinfer")
     env = library.jit.env
     others = (name for provider in getattr(env, "FLASHINFER_AOT_PROVIDERS", ()) for name in provider.modules)
@@ -82,7 +87,8 @@ def installed() -> FlashKernels:
 
 
 def describe_installed() -> str:
-    """A description of the package's kernels, without importing it, which takes seconds; "" if it is not installed."""
+    """A description of the kernels in FlashInfer's package, without importing it, which takes seconds; "" if it is not
+    installed. Kernels that other packages provide are not included."""
     try:
         folder = Path(str(metadata.distribution("flashinfer-python").locate_file("flashinfer"))) / "data"
     except metadata.PackageNotFoundError:
@@ -92,20 +98,22 @@ def describe_installed() -> str:
 
 
 def _find_kernels(ahead: Path, headers: Path, others: Iterable[str] = ()) -> FlashKernels:
-    """Lists kernels. ahead: folder of those compiled ahead of time; headers: that of the sources, which a reduced
-    package lacks; others: names of further compiled ones."""
+    """Lists kernels. ahead: folder of those compiled ahead of time. headers: folder of the sources, which a reduced
+    package lacks. others: module names of further compiled ones."""
     names = {path.parent.name for path in ahead.glob("*/*.so")}.union(others)
     return FlashKernels(frozenset(_kernels(names)), _problem(headers))
 
 
 def _kernels(names: Iterable[str]) -> Iterable[FlashKernel]:
+    """Yields the kernels with these module names of FlashInfer; names of other kinds are skipped."""
     for match in filter(None, map(_NAMED.fullmatch, names)):
         if name := _FORMS.get(match["kind"] + match["form"]):
             yield FlashKernel(name, _TYPES[match["dtype"]], int(match["dim"]))
 
 
 def _problem(headers: Path) -> str:
-    """The reason why FlashInfer cannot compile here; empty if it can. Looks for a compiler where FlashInfer does."""
+    """The reason why FlashInfer cannot compile here; empty if it can. Looks for a compiler where FlashInfer does.
+    headers: as in `_find_kernels`."""
     if not headers.exists():
         return "its package has no sources to compile more"
     if os.environ.get("FLASHINFER_DISABLE_JIT"):

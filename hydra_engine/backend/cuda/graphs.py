@@ -23,7 +23,8 @@ _FAILED: list[torch.cuda.CUDAGraph] = []
 
 
 class CudaGraph:
-    """`Graph` of backend/device.py. Keeps what `launch` refers to: a replay reads the memory of the capture."""
+    """`Graph` of backend/device.py. Keeps what `launch` refers to: a replay reads the memory of the capture. num_bytes:
+    0 for all pieces of a launch but the first."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, num_bytes: int, launch: Launch) -> None:
         self.num_bytes = num_bytes
@@ -38,7 +39,8 @@ class CudaGraph:
 
 
 class GraphPools:
-    """Memory pools of graphs, one per stream: graphs of one stream never run at the same time and share memory."""
+    """Captures graphs, with one memory pool per stream: graphs of one stream never run at the same time and share
+    memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -47,13 +49,17 @@ class GraphPools:
         self._side: torch.cuda.Stream | None = None  # for threads without a stream of their own
 
     def capture(self, launch: Callable[[], None]) -> CudaGraph:
+        """Captures `launch` as one graph; streams and errors as in `capture_pieces`."""
         (graph,) = self.capture_pieces(lambda _: launch())
         return graph
 
     def capture_pieces(self, launch: Launch) -> tuple[CudaGraph, ...]:
-        """Captures on the calling thread's current stream, or on a side stream if that is the default stream, which
-        cannot be captured. Other threads may launch on other streams meanwhile. Raises BackendError if `launch` cannot
-        be captured, and torch.OutOfMemoryError."""
+        """Runs `launch` to warm up, then captures it as graphs that are cut where it calls its argument.
+
+        Captures on the calling thread's current stream, or on a side stream if that is the default stream, which cannot
+        be captured. Other threads may launch on other streams meanwhile, but not capture: they wait. Raises
+        BackendError if `launch` cannot be captured, and torch.OutOfMemoryError.
+        """
         with _CAPTURING, torch.inference_mode():
             stream = torch.cuda.current_stream(self._device)
             if stream == torch.cuda.default_stream(self._device):
@@ -61,6 +67,7 @@ class GraphPools:
             return self._capture(launch, stream)
 
     def _capture_beside(self, launch: Launch, stream: torch.cuda.Stream) -> tuple[CudaGraph, ...]:
+        """Captures on the side stream, after what `stream` has; later work on `stream` comes after it."""
         if self._side is None:
             self._side = torch.cuda.Stream(self._device)
         self._side.wait_stream(stream)
@@ -70,6 +77,9 @@ class GraphPools:
         return graphs
 
     def _capture(self, launch: Launch, stream: torch.cuda.Stream) -> tuple[CudaGraph, ...]:
+        """Runs `launch` once, waits for it, and captures it in the stream's memory pool. The first graph counts the
+        device memory that all of them took. If memory runs out, no graph of the stream is kept here, so that the pool
+        is freed with the caller's graphs."""
         try:
             # Warm-up: compiles and loads kernels and makes this stream's workspaces, which cannot be captured.
             launch(_no_cut)
@@ -91,24 +101,27 @@ class GraphPools:
         return tuple(CudaGraph(graph, 0 if index else num_bytes, launch) for index, graph in enumerate(graphs))
 
     def _cause(self, error: RuntimeError) -> Exception:
-        """The error that made a capture fail; the error at its end only says that something failed before."""
+        """The error to raise for a capture that failed: what made it fail, which is the context of the error at its
+        end."""
         if isinstance(error.__context__, torch.OutOfMemoryError):
             return torch.OutOfMemoryError(str(error.__context__))  # a new one: the traceback of this one keeps memory
         return failure(self._device, error.__context__ if isinstance(error.__context__, RuntimeError) else error)
 
     def _record(self, launch: Launch, pool: Pool, stream: torch.cuda.Stream) -> list[torch.cuda.CUDAGraph]:
-        """Records `launch` on the current stream. On an error torch's state is restored, unless the device itself has
-        failed."""
+        """Records `launch` on the current stream: a graph per piece. On an error torch's state is restored, unless the
+        device itself has failed, and later graphs of the stream get a new pool."""
         graphs: list[torch.cuda.CUDAGraph] = []
         captured = ExitStack()
 
         def begin() -> None:
+            """Starts to record the next graph."""
             graphs.append(torch.cuda.CUDAGraph())
             captured.enter_context(
                 torch.cuda.graph(graphs[-1], pool=pool, stream=stream, capture_error_mode="thread_local")
             )
 
         def cut() -> None:
+            """Ends the present graph and begins the next."""
             captured.close()
             begin()
 
@@ -139,4 +152,5 @@ class GraphPools:
             torch.zeros(1, device=self._device)
 
 
-def _no_cut() -> None: ...
+def _no_cut() -> None:
+    """Does nothing: the `Cut` of the warm-up, which is not captured."""

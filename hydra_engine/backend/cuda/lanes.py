@@ -28,10 +28,11 @@ BEGINS_EARLY = (9, 0)
 
 def priorities(lane_priority: str, capability: tuple[int, int] | None) -> dict[str, int]:
     """Stream priorities of the lanes on such a GPU, 0 for a lane that is not named. lane_priority: a key of PRIORITIES.
+    capability: None if there is no GPU.
 
-    Empty with programmatic dependent launch: programs of the lane's next kernel would always be ready and take every
-    free place, so that an encode beside steps of 8 requests took 15 times as long (measured). The gate bounds what an
-    encode adds to a step there.
+    Empty without a GPU, and with programmatic dependent launch: programs of the lane's next kernel would always be
+    ready and take every free place, so that an encode beside steps of 8 requests took 15 times as long (measured).
+    There worker/vision/gate.py bounds what an encode adds to a step.
     """
     return {} if capability is None or capability >= BEGINS_EARLY else PRIORITIES[lane_priority]
 
@@ -47,7 +48,8 @@ def priority_note(lane_priority: str, capability: tuple[int, int] | None) -> str
 
 
 class CudaLane(ThreadLane):
-    """`Lane` of backend/device.py."""
+    """`Lane` of backend/device.py: one thread, whose jobs launch on `stream`. set_threads: called once in that thread,
+    with `threads`."""
 
     def __init__(
         self,
@@ -63,10 +65,13 @@ class CudaLane(ThreadLane):
         super().__init__(name, threads, set_threads=self._begin)
 
     def submit(self, job: Job) -> None:
+        """Queues `job`. What it launches begins after all that the calling thread has launched. Raises RuntimeError if
+        the lane is closed or a job of it has raised."""
         super().submit(self._after_caller(job))
 
     def close(self) -> None:
-        """Also waits for what the jobs have launched."""
+        """Waits for submitted jobs and for what they have launched, and stops the thread. Logs an error of the device.
+        Idempotent."""
         super().close()
         try:
             self._stream.synchronize()
@@ -74,6 +79,7 @@ class CudaLane(ThreadLane):
             logger.exception("lane %s: the device failed before the lane was closed", self.name)
 
     def _begin(self, threads: int) -> None:
+        """Prepares the lane's thread: sets its CPU threads, device and stream."""
         self._set_host_threads(threads)
         torch.cuda.set_device(self._device)
         torch.cuda.set_stream(self._stream)

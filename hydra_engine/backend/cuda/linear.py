@@ -56,7 +56,7 @@ class CudaLinear(PlainLinear):
 
 
 class QuantizedCudaLinear:
-    """A `PackedLinear` in 8 or 4 bits in its kernel's layout, with the bias in float32."""
+    """A quantised `PackedLinear`, with 8 or 4 bits per number, in its kernel's layout, and with the bias in float32."""
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
         checks.check_bias(bias, weight.num_out)
@@ -69,6 +69,7 @@ class QuantizedCudaLinear:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of its tensors, each counted once."""
         blocks = self.tensor_core_scales if self.weight.group_size == FLOAT8_BLOCK else None  # else counted already
         parts = (self.weight.words, self.weight.scales, self.weight.offsets, self.bias, blocks)
         return sum(part.nbytes for part in parts if part is not None)
@@ -77,8 +78,8 @@ class QuantizedCudaLinear:
 def _tensor_core_scales(weight: QuantizedWeight) -> Tensor | None:
     """Scales for `torch._scaled_mm` with the weight [K, num_out], or None if it cannot multiply the weight.
 
-    [1, num_out], or for blocks [K / 128, num_out / 128] with inputs contiguous (compute capability 9.0 only, where
-    cuBLAS reads them four at a time).
+    [1, num_out], or for blocks [K / 128, ceil(num_out / 128)] with inputs contiguous (compute capability 9.0 only,
+    where cuBLAS reads them four at a time).
     """
     capability = capability_of(weight.values.device)
     if not weight.is_float or capability < 89 or weight.num_out % 16:
@@ -95,8 +96,8 @@ def _tensor_core_scales(weight: QuantizedWeight) -> Tensor | None:
 def implementation(
     rows: int, *, deterministic: bool, quantized: bool = False, rounds_rows: bool = False
 ) -> Implementation:
-    """Chooses the implementation. rounds_rows: of a quantised weight that tensor cores may multiply with rounded
-    rows."""
+    """Chooses how x of `rows` rows is multiplied. rounds_rows: of a quantised weight that FP8 tensor cores may
+    multiply, with the rows rounded."""
     if deterministic:
         return "invariant"
     if quantized and rounds_rows and rows > SMALL_ROWS:
@@ -107,7 +108,10 @@ def implementation(
 
 
 def fused(x: Tensor, weights: Sequence[PackedLinear], *, deterministic: bool) -> CudaLinear | None:
-    """The weight, if one launch can compute its product with x and the op that follows; else None."""
+    """The weight, if one launch can compute its product with x and the op that follows; else None.
+
+    Such a launch takes 1 to SMALL_ROWS rows and one weight that is neither quantised nor padded, unless deterministic.
+    """
     (weight, *others), rows = weights, x.shape[0]
     small = implementation(rows, deterministic=deterministic) == "small"
     if not small or not rows or others or not isinstance(weight, CudaLinear) or weight.padding:
@@ -116,8 +120,8 @@ def fused(x: Tensor, weights: Sequence[PackedLinear], *, deterministic: bool) ->
 
 
 def leaves_residual(rows: int, weight: PackedLinear, *, deterministic: bool) -> bool:
-    """True if `linear` would add a residual to cuBLAS's rounded product by a second launch, which a norm can do
-    instead."""
+    """True if `linear` would add a residual to cuBLAS's rounded product by a second launch, whose work a norm's launch
+    can do as well."""
     if not isinstance(weight, CudaLinear) or weight.bias is None or not rows:
         return False
     return implementation(rows, deterministic=deterministic) == "cublas"
@@ -132,6 +136,7 @@ def linear(
     out_dtype: torch.dtype | None = None,
     deterministic: bool,
 ) -> Tensor:
+    """Implements `Ops.linear`. deterministic: a row's result does not depend on the number of rows."""
     assert isinstance(weight, (CudaLinear, QuantizedCudaLinear))  # `A | B` would build a union at every call
     dtype = out_dtype or x.dtype
     _check(x, weight, act, residual, dtype)
@@ -158,8 +163,8 @@ def _quantized(
     *,
     deterministic: bool,
 ) -> Tensor:
-    """Multiplies by a quantised weight. The weight's first product launches all its kernels, so that a warm-up compiles
-    them."""
+    """Multiplies by a quantised weight. The weight's first product, unless deterministic, also launches all its other
+    kernels, so that a warm-up compiles them."""
     if not weight.has_been_used and not deterministic:
         weight.has_been_used = True
         for rows in (*QUANTIZED_STEPS, SMALL_ROWS + 1):
@@ -175,7 +180,8 @@ def _quantized(
 
 
 def _scaled(x: Tensor, weight: QuantizedCudaLinear, scales: Tensor, act: Activation, residual: Tensor | None) -> Tensor:
-    """Multiplies bfloat16 rows on FP8 tensor cores, with float32 sums (no fast accumulation)."""
+    """Multiplies bfloat16 rows, which it rounds to 8-bit floats, on FP8 tensor cores, with float32 sums (no fast
+    accumulation). scales: from `_tensor_core_scales`."""
     numbers, group_size = weight.weight.words.view(FLOAT8), weight.weight.group_size
     rows, steps = round_rows(x, weight.weight.words.shape[1], group_size)
     product = torch._scaled_mm(rows, numbers.t(), scale_a=steps, scale_b=scales, out_dtype=x.dtype)[: x.shape[0]]
@@ -185,6 +191,8 @@ def _scaled(x: Tensor, weight: QuantizedCudaLinear, scales: Tensor, act: Activat
 
 
 def _cublas(x: Tensor, weight: CudaLinear, act: Activation, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Multiplies by cuBLAS. A result of another dtype than x's is computed from the float32 sums; otherwise an
+    activation, or a residual beside a bias, acts on the rounded product."""
     if dtype is not x.dtype:
         # cuBLAS gives the sums of 16-bit operands too, before any rounding.
         wide = x.dtype is torch.float32
@@ -205,6 +213,7 @@ def _check(
     residual: Tensor | None,
     dtype: torch.dtype,
 ) -> None:
+    """Raises ValueError unless x, `act` and the residual fit the weight. dtype: of the result."""
     if isinstance(weight, QuantizedCudaLinear):
         device, wanted_dtype = weight.weight.words.device, x.dtype
     else:

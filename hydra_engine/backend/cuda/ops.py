@@ -88,7 +88,9 @@ _DETERMINISTIC = {
 class CudaOps(CudaCacheOps, ComposedOps):
     """`Ops` of backend/base.py for a device with `num_sms` SMs.
 
-    send: `Device.send`. attention: FlashInfer's is not deterministic. num_sms_here: as in `CudaAttention`.
+    send: `Device.send`. attention: kernels by use case, Triton's if None; FlashInfer's are not deterministic.
+    num_sms_here: as in `CudaAttention`. Sets flags of torch for the whole process, so that 16-bit products are summed
+    in float32.
     """
 
     name = "cuda"
@@ -157,12 +159,14 @@ class CudaOps(CudaCacheOps, ComposedOps):
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
     def choices(self) -> tuple[OpChoice, ...]:
+        """The implementation of each op for these settings, with the reason."""
         chosen = _CHOICES | (_DETERMINISTIC if self.deterministic else {}) | self._attention_choices
         return tuple(OpChoice(op, *chosen[op]) for op in (*ALL_OPS, *_SAMPLING))
 
     def pack_linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, rows: torch.dtype | None = None
     ) -> PackedLinear:
+        """Implements `Ops.pack_linear`, on the weight's device. 16-bit weights are padded to rows of whole 16 bytes."""
         if isinstance(weight, QuantizedWeight):
             return cuda_linear.QuantizedCudaLinear(weight, bias)
         return cuda_linear.CudaLinear(weight, bias, rows or weight.dtype)
@@ -170,8 +174,8 @@ class CudaOps(CudaCacheOps, ComposedOps):
     def linear_add_rms_norm(
         self, x: Tensor, linear: PackedLinear, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor | DeferredNorm, Tensor]:
-        """Defers the norm for products with one row, which apply it themselves. Sums have the bits of
-        `add_rms_norm`."""
+        """Implements `Ops.linear_add_rms_norm`. If `cuda_linear.fused` allows it and x has one row, the norm is
+        deferred to the product that follows. Sums have the bits of `add_rms_norm`."""
         plain = cuda_linear.fused(x, (linear,), deterministic=self.deterministic)
         if plain is None or not can_norm(x):
             return super().linear_add_rms_norm(x, linear, residual, weight, eps)
@@ -181,8 +185,8 @@ class CudaOps(CudaCacheOps, ComposedOps):
     def linear_add_norm(
         self, x: Tensor, linear: PackedLinear, residual: Tensor, norm: RowNorm
     ) -> tuple[Tensor, Tensor]:
-        """Adds the residual in the norm's launch if it acts on cuBLAS's rounded product: the sum overwrites the
-        product, with the same bits."""
+        """Implements `Ops.linear_add_norm`. If `cuda_linear.leaves_residual` is true, the norm's launch adds the
+        residual, with the same bits, and the sum overwrites the product."""
         if not cuda_linear.leaves_residual(x.shape[0], linear, deterministic=self.deterministic):
             return super().linear_add_norm(x, linear, residual, norm)
         total: Tensor = self.linear(x, linear)
@@ -191,6 +195,7 @@ class CudaOps(CudaCacheOps, ComposedOps):
         return add_layer_norm(residual, total, norm.weight, norm.bias, norm.eps), total
 
     def linear_act_and_mul(self, x: Tensor | DeferredNorm, weights: Sequence[PackedLinear], act: Activation) -> Tensor:
+        """Implements `Ops.linear_act_and_mul`, in one launch if `cuda_linear.fused` allows it."""
         rows, norm, eps = self._with_norm(x)
         weight = cuda_linear.fused(rows, weights, deterministic=self.deterministic)
         if weight is None:
@@ -207,8 +212,9 @@ class CudaOps(CudaCacheOps, ComposedOps):
         slots: Tensor,
         norms: HeadNorms | None = None,
     ) -> Tensor:
-        """Fuses everything in one launch, if there are no norms of heads and no scales; it reports no slot outside of
-        the cache."""
+        """Implements `Ops.linear_rope_and_write`, in one launch if `cuda_linear.fused` allows it, heads have no norms,
+        and the cache is not quantized. That launch does not report slots on the device that are outside of the
+        cache."""
         rows, norm, eps = self._with_norm(x)
         weight = cuda_linear.fused(rows, weights, deterministic=self.deterministic)
         if weight is None or norms is not None or cache.scales is not None:
@@ -219,13 +225,14 @@ class CudaOps(CudaCacheOps, ComposedOps):
         return rope_linear(rows, weight.weight, weight.bias, *rotary, slots, *caches, norm, eps)
 
     def _with_norm(self, x: Tensor | DeferredNorm) -> tuple[Tensor, Tensor | None, float]:
-        """Returns (rows, weight, eps) of a norm that the product applies; weight None: no norm, or already applied."""
+        """Returns (rows, weight, eps) for a product that applies a deferred norm itself. weight None: there is no norm,
+        or it has been applied to the rows, of which a product can norm only one."""
         if not isinstance(x, DeferredNorm):
             return x, None, 0.0
         return x if can_norm(x.rows) else (self.rms_norm(*x), None, 0.0)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Writes the sum into `residual`."""
+        """Returns (rms_norm(s), s), s = x + residual, which overwrites `residual`."""
         return add_rms_norm(x, residual, weight, eps), residual
 
     def recorded(self, decode: Decode) -> Decode:
@@ -233,10 +240,13 @@ class CudaOps(CudaCacheOps, ComposedOps):
         return decode
 
     def plan_states(self, rows: StateRows) -> StateRows:
+        """Implements `Ops.plan_states`. The host tensors may be changed afterwards."""
         return cuda_states.plan(rows, self._send)
 
     def sample(self, logits: Tensor, sampling: SamplingTensors) -> tuple[Tensor, Tensor]:
+        """Draws one token per row: (tokens [B] int64, finite [B] bool), as `Ops.sample`."""
         return sample(logits, *sampling)
 
     def adjust_logits(self, logits: Tensor, adjustments: Adjustments) -> Tensor:
+        """Returns new logits [B, V] float32 with biases, penalties and masks applied, as `Ops.adjust_logits`."""
         return adjust_logits(logits, *adjustments)

@@ -50,14 +50,15 @@ class PoolHandle(NamedTuple):
     generation: int
 
     def pack(self) -> bytes:
+        """The handle as bytes, as `PeerPools.open` takes it."""
         return _PACKED.pack(*self)
 
 
 class DevicePool:
-    """`SharedMemory` of backend/device.py on a device: `num_bytes` rounded up to 2 MiB, zeroed.
+    """`SharedMemory` of backend/device.py on GPU number `device`: `num_bytes` rounded up to 2 MiB, zeroed.
 
-    Memory that was never exported is freed with the pool and its tensors. Exported memory stays until the process ends,
-    since CUDA does not define what peers would see.
+    Memory that was never exported is freed with the pool and its tensors. Memory whose `handle` was read stays until
+    the process ends, since CUDA does not define what peers would see.
     """
 
     transport = TRANSPORT
@@ -75,6 +76,8 @@ class DevicePool:
 
     @property
     def handle(self) -> bytes:
+        """The packed `PoolHandle`. Reading it for the first time exports the memory, which then stays until the process
+        ends."""
         if not self._handle:
             data = _C.cuda_ipc_export(self._address, self._device)
             self._handle = PoolHandle(data, os.getpid(), next(_generations)).pack()
@@ -82,6 +85,7 @@ class DevicePool:
         return self._handle
 
     def tensor(self) -> Tensor:
+        """The memory as uint8 [num_bytes]. The tensor keeps the pool alive."""
         return _tensor(self, self._address, self.num_bytes)
 
     def close(self) -> None:
@@ -99,18 +103,20 @@ class OpenedPool:
         self._handle = handle
 
     def tensor(self) -> Tensor:
-        """The memory as uint8 [num_bytes], on the device that has it."""
+        """The memory as uint8 [num_bytes], on the device that has it. Raises ValueError after `close`."""
         if self.address == 0:
             raise ValueError(f"pool: {_named(*self._handle[1:])} is closed")
         return _tensor(self, self.address, self.num_bytes)
 
     def close(self) -> None:
-        """Unmaps the pool for good: its owner is gone, or sends a new one when it comes back."""
+        """Unmaps the pool for good: its owner is gone, or sends a new one when it comes back. Conditions as for
+        `PeerPools.close`."""
         self._pools.close(self._handle.owner, self._handle.generation)
 
 
 class PeerPools:
-    """The peers' pools that this process has mapped, each once. Thread-safe."""
+    """The peers' pools that this process has mapped, each once. Thread-safe. open_memory, close_memory: replaced by
+    tests."""
 
     def __init__(
         self,
@@ -155,7 +161,8 @@ class PeerPools:
         return pool
 
     def close(self, owner: int, generation: int) -> None:
-        """Unmaps a pool for good. No work on it may be in flight; its tensors are invalid afterwards. Idempotent."""
+        """Unmaps a pool for good: `open` refuses it from now on. No work on it may be in flight; its tensors are
+        invalid afterwards. Does nothing if it is not open."""
         with self._lock:
             pool = self._open.pop((owner, generation), None)
             if pool is not None:
@@ -164,6 +171,7 @@ class PeerPools:
                 self._close_memory(address, pool.device)
 
     def close_all(self) -> None:
+        """Closes all open pools, as `close`."""
         for key in list(self._open):
             self.close(*key)
 
@@ -189,6 +197,8 @@ class _Memory:
 
 
 def _tensor(owner: object, address: int, nbytes: int) -> Tensor:
+    """Device memory as uint8 [nbytes], not copied. The tensor keeps `owner` alive. Raises RuntimeError if torch copies
+    it."""
     # No device argument: if it were not the memory's, torch would copy silently.
     tensor = torch.as_tensor(_Memory(owner, address, nbytes))
     if tensor.data_ptr() != address:
@@ -204,7 +214,8 @@ logger = logging.getLogger(__name__)
 
 
 class _Pin:
-    """Pins memory until `end`; the memory must stay mapped until then."""
+    """Pins host memory until `unpin`; the memory must stay mapped until then. If CUDA refuses, a warning is logged and
+    the memory stays unpinned."""
 
     def __init__(self, memory: Tensor, device: int) -> None:
         self._address, self._device = memory.data_ptr(), device
@@ -222,7 +233,8 @@ class _Pin:
 
 
 class StagingPool(SharedPool):
-    """`SharedMemory` of backend/device.py, pinned by the first `tensor`."""
+    """`SharedMemory` of backend/device.py in host memory, which peers may map writable so that they can pin it. Pinned
+    by the first `tensor`."""
 
     def __init__(self, num_bytes: int, device: int) -> None:
         super().__init__(num_bytes, peers_write=True)
@@ -230,12 +242,13 @@ class StagingPool(SharedPool):
         self._pin: _Pin | None = None
 
     def tensor(self) -> Tensor:
+        """The memory as uint8 [num_bytes], pinned if CUDA allows it. Raises ValueError after `close`."""
         memory = super().tensor()
         self._pin = self._pin or _Pin(memory, self._device)
         return memory
 
     def close(self) -> None:
-        """Unpins and closes. No copy from or to it may be in flight."""
+        """Unpins and closes the pool. No copy from or to it may be in flight. Idempotent."""
         if self._pin is not None:
             self._pin.unpin()
         super().close()
@@ -251,8 +264,10 @@ class PeerStaging:
         self._pin = _Pin(self._pool.tensor(), device)
 
     def tensor(self) -> Tensor:
+        """The memory as uint8 [num_bytes], to be read only. Raises ValueError after `close`."""
         return self._pool.tensor()
 
     def close(self) -> None:
+        """Unpins and unmaps the pool. No copy from it may be in flight. Idempotent."""
         self._pin.unpin()
         self._pool.close()

@@ -30,10 +30,10 @@ class Sharing:
     """Tracks which lanes have work, and chooses the partition of each job that begins. Thread-safe.
 
     A job has ended when the device has finished its launches. No lane gets an SM that a job of the other lane uses on
-    an earlier partition: a step beside an encode of partition p takes a language part within p's, an encode beside a
-    step of partition p a vision part within p's, until that job has ended. Nothing waits for it. The undivided device
-    is shared on purpose: by an encode that began on it, and by a step that chose it; the gate then bounds the encode by
-    the step's limit.
+    an earlier partition: beside an encode of partition p, a step gets a language part within p's; beside a step of
+    partition p, an encode gets a vision part within p's, until that job has ended. Nothing waits for it. The undivided
+    device is shared on purpose: by an encode that began on it, and by a step that chose it; worker/vision/gate.py then
+    bounds the encode by the step's limit.
 
     language_sms: SMs of the language part of partitions 1, 2, ..; () if they are ascending.
     """
@@ -49,6 +49,7 @@ class Sharing:
         self._steps_seen = 0  # `_steps` when the vision lane's last job began
 
     def submitted(self, lane: str) -> None:
+        """Counts a job that was submitted to the lane. Call `launched` or `withdrawn` once for each."""
         with self._lock:
             self._open[lane] += 1
 
@@ -58,7 +59,8 @@ class Sharing:
             self._open[lane] -= 1
 
     def launched(self, lane: str, is_done: Callable[[], bool]) -> None:
-        """Ends the launches of the present job. is_done: True once the device has finished them."""
+        """Records that the lane's present job launches nothing more. is_done: returns True once the device has finished
+        what it launched."""
         with self._lock:
             self._open[lane] -= 1
             self._forget_ended(lane)
@@ -66,10 +68,11 @@ class Sharing:
             self._beginning[lane] = None
 
     def begin(self, lane: str) -> int:
-        """Returns the partition of a job that begins now.
+        """Chooses and returns the partition of the lane's next job, which begins now.
 
-        The language lane has no work between two steps, and an encode is longer than a step. So an encode shares the
-        device also if a step began since the last encode did.
+        An encode gets a part of the device if the language lane has work, or if a step began since the last encode did:
+        between two steps that lane has none for a moment, and an encode is longer than a step. Otherwise it gets the
+        whole device.
         """
         with self._lock:
             if lane == LANGUAGE:
@@ -83,7 +86,8 @@ class Sharing:
             return place
 
     def set_partition(self, partition: int) -> int:
-        """Sets the partition for when both lanes have work. Returns the one of the language lane's present job."""
+        """Sets the partition for when both lanes have work. Returns what that makes the partition of the language
+        lane's present job, to which the caller moves."""
         with self._lock:
             self._chosen = partition
             place = self._step_partition()
@@ -92,8 +96,9 @@ class Sharing:
             return place
 
     def _step_partition(self) -> int:
-        """The partition of a language step: the whole device if the vision lane has no work, and while an encode fills
-        the device, since on a part of it the step would wait for the encode's blocks anyway."""
+        """The partition of a language step: the whole device if the vision lane has no work, and while only encodes on
+        the whole device are in flight, since on a part of it the step would wait for their blocks anyway. Otherwise, of
+        the chosen one and those of encodes in flight, the one with the fewest language SMs."""
         if not self._has_work(VISION):
             return 0
         encodes = self._places(VISION)
@@ -103,13 +108,19 @@ class Sharing:
         return min([self._chosen, *parts], key=self._num_language_sms) if self._chosen else 0
 
     def _encode_partition(self) -> int:
+        """The partition of an encode beside language work: of the chosen one and those of steps in flight, the one with
+        the most language SMs."""
         parts = [place for place in self._places(LANGUAGE) if place]
         return max([self._chosen, *parts], key=self._num_language_sms)
 
     def _num_language_sms(self, partition: int) -> int:
+        """SMs of a partition's language part, or a number in the same order if they are not given; 0 for the whole
+        device."""
         return self._language_sms[partition - 1] if partition and self._language_sms else partition
 
     def _has_work(self, lane: str) -> bool:
+        """True if the lane has submitted jobs that have not launched everything, or launches that the device has not
+        finished."""
         return self._open[lane] > 0 or bool(self._places(lane))
 
     def _places(self, lane: str) -> list[int]:
@@ -119,22 +130,28 @@ class Sharing:
         return [job.place for job in self._launched[lane]] + ([] if beginning is None else [beginning])
 
     def _forget_ended(self, lane: str) -> None:
+        """Drops the lane's jobs whose launches the device has finished."""
         launched = self._launched[lane]
         while launched and launched[0].is_done():  # a lane's jobs end in their order
             launched.popleft()
 
 
 class _Launched(NamedTuple):
+    """A job that launches nothing more. place: its partition. is_done: True once the device has finished its
+    launches."""
+
     place: int
     is_done: Callable[[], bool]
 
 
 def _is_done() -> bool:
+    """Returns True, for launches that were finished when they were asked about."""
     return True
 
 
 class Track:
-    """The streams of one lane, one per partition, and its present partition. Only the lane's thread moves it."""
+    """The streams of one lane by partition (0: the whole device), and its present partition. Only the lane's thread may
+    call its methods. use: makes a stream the thread's current one."""
 
     def __init__(
         self, streams: Sequence[torch.cuda.Stream], use: Callable[[torch.cuda.Stream], None] = torch.cuda.set_stream
@@ -144,6 +161,8 @@ class Track:
         self._use = use
 
     def switch_to(self, partition: int) -> None:
+        """Makes this partition's stream the thread's current one; it waits on the device for the lane's stream until
+        now."""
         if partition == self.partition:
             return
         self.streams[partition].wait_stream(self.streams[self.partition])
@@ -161,6 +180,7 @@ class Track:
 
     @contextmanager
     def use(self, partition: int) -> Iterator[None]:
+        """Switches to a partition inside the context, and back afterwards."""
         before = self.partition
         self.switch_to(partition)
         try:
@@ -170,14 +190,14 @@ class Track:
 
 
 class _ThreadLane(threading.local):
-    """The calling thread's lane, if it is one that moves between partitions."""
+    """The calling thread's lane, if it is the language or the vision lane; else `track` is None."""
 
     track: Track | None = None
     name = ""
 
 
 class SplitLane(CudaLane):
-    """A `Lane` of backend/device.py that moves to a partition before each job."""
+    """A `Lane` of backend/device.py that runs each job on the stream of the partition that `Sharing` chooses for it."""
 
     def __init__(
         self,
@@ -193,6 +213,8 @@ class SplitLane(CudaLane):
         super().__init__(name, device.torch_device, track.streams[0], threads, set_threads)
 
     def submit(self, job: Job) -> None:
+        """Queues `job` and counts it as work of the lane. Raises RuntimeError if the lane is closed or a job of it has
+        raised."""
         self._sharing.submitted(self.name)
         try:
             super().submit(job)
@@ -201,16 +223,20 @@ class SplitLane(CudaLane):
             raise
 
     def close(self) -> None:
-        """Moves to the whole device's stream, which is then ordered after those of the partitions, and waits for it."""
+        """Moves to the whole device's stream, which is then ordered after those of the partitions, waits for it and
+        stops the thread. Idempotent."""
         with suppress(RuntimeError):  # closed already, or dead: then nothing that it launched is wanted
             self.submit(lambda: self._track.switch_to(0))
         super().close()
 
     def _begin(self, threads: int) -> None:
+        """Prepares the lane's thread, and registers its track and name there for `SplitDevice`."""
         super()._begin(threads)
         self._of_thread.track, self._of_thread.name = self._track, self.name
 
     def _after_caller(self, job: Job) -> Job:
+        """Returns `job`, made to run on the partition that `Sharing` chooses when it begins, and to report the end of
+        its launches. On the device it waits for what the calling thread has launched."""
         after = super()._after_caller(job)
 
         def run() -> None:
@@ -225,9 +251,11 @@ class SplitLane(CudaLane):
 
 
 class SplitDevice:
-    """`Partitions` of backend/device.py: one for each of `counts`, SMs of the language lane.
+    """`Partitions` of backend/device.py: the whole device, and one for each of `counts`, which gives the language lane
+    at least that many SMs.
 
-    Raises BackendError if the driver cannot divide, ConfigError if the device does not allow these counts.
+    priorities: stream priorities by lane. Raises BackendError if the driver cannot divide the device, ConfigError if
+    the device does not allow these counts.
     """
 
     def __init__(
@@ -250,26 +278,31 @@ class SplitDevice:
         self.note = describe_split(counts, [sms for _, _, *sms in splits], num_sms)
 
     def lane(self, name: str, whole: torch.cuda.Stream, threads: int, set_threads: Callable[[int], None]) -> CudaLane:
-        """Starts a lane; one of each name, since both parts of a partition have one stream. whole: stream of the whole
-        device."""
+        """Starts a lane; the caller closes it. The language and the vision lane move between partitions, others do not.
+        Start one of either at most: a partition has one stream for each. whole: stream of the whole device."""
         if name not in (LANGUAGE, VISION):
             return CudaLane(name, self.torch_device, whole, threads, set_threads)
         return SplitLane(name, self, Track([whole, *self._streams[name]]), threads, set_threads)
 
     def set_partition(self, partition: int) -> None:
+        """Sets the partition for when both lanes have work; a number above the last means the last. Also moves the
+        calling job, of the language lane, to the partition that it gets now."""
         place = self.sharing.set_partition(min(partition, self.count - 1))
         if self.of_thread.track is not None:
             self.of_thread.track.switch_to(place)
 
     def current(self) -> int:
+        """The partition of the calling thread's present job; 0 outside of the language and the vision lane."""
         return 0 if self.of_thread.track is None else self.of_thread.track.partition
 
     def num_sms(self, whole: int) -> int:
-        """SMs, out of `whole`, that launches of the calling thread get."""
+        """SMs that launches of the calling thread get now. whole: SMs of the whole device."""
         partition = self.current()
         return whole if partition == 0 else self._sms[self.of_thread.name][partition - 1]
 
     def use(self, partition: int) -> AbstractContextManager[None]:
+        """Runs the calling lane's launches inside the context on this partition. Raises ValueError if there is no such
+        partition, or if it is not 0 and the caller is in no lane that moves."""
         if not 0 <= partition < self.count:
             raise ValueError(f"partition: expected 0 to {self.count - 1}, got {partition}")
         if self.of_thread.track is not None:
@@ -282,7 +315,8 @@ class SplitDevice:
 def create_split_streams(
     device: torch.device, counts: Sequence[int], language_priority: int, vision_priority: int, *, spread: bool = False
 ) -> list[tuple[int, int, int, int]]:
-    """Returns (language stream, vision stream, language SMs, vision SMs) for each of `counts`; the streams share no SM.
+    """Returns (language stream, vision stream, language SMs, vision SMs) for each of `counts`, the SMs that the
+    language part has at least. The two streams, raw handles, share no SM.
 
     The language part of a smaller count lies within that of a larger one. spread: the language lane gets every second
     group of SMs first, instead of adjacent groups. The streams stay until the process ends. Raises as `SplitDevice`.
@@ -300,7 +334,7 @@ def create_split_streams(
 
 
 def describe_split(counts: Sequence[int], sms: Sequence[Sequence[int]], num_sms: int) -> str:
-    """A note for the start-up summary. sms: (language, vision) SMs for each of `counts`. num_sms: of the device."""
+    """A note for the start-up summary. sms: (language, vision) SMs for each of `counts`. num_sms: SMs of the device."""
     partitions = [
         f"{language} for tokens and {vision} for pictures"
         + (f" ({count} asked for, the device divides by more)" if count != language else "")
@@ -313,5 +347,5 @@ def describe_split(counts: Sequence[int], sms: Sequence[Sequence[int]], num_sms:
 
 
 def _sentence(error: Exception) -> str:
-    """The message without source location and argument name."""
+    """The message of an error of the extension, without source location and argument name."""
     return str(error).split(" [")[0].removeprefix("counts: ")

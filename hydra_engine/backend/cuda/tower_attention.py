@@ -44,9 +44,11 @@ class Kernel(NamedTuple):
 
 
 def kernels(by_triton: CudaAttention, by_flashinfer: FlashInferAttention | None) -> dict[str, Kernel]:
-    """Candidates by their names of attention_choice.py."""
+    """Kernels for packed attention but Triton's plain one, by their names in attention_choice.py. FlashInfer's only if
+    it is given."""
 
     def by_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
+        """Computes attention by torch's kernel for segments of any lengths."""
         if isinstance(segments, PackedPlan):
             bounds, longest = segments.cu_seqlens, min(segments.max_length, q.shape[0])
         else:
@@ -67,7 +69,8 @@ def kernels(by_triton: CudaAttention, by_flashinfer: FlashInferAttention | None)
 
 
 class TowerAttention:
-    """`Ops.attention_packed` by the selected kernel of each use case."""
+    """`Ops.attention_packed` by the kernel selected for each use case. found: kernels by name, from `kernels`; use
+    cases whose selected kernel is not among them take Triton."""
 
     def __init__(self, chosen: ChosenAttention, by_triton: CudaAttention, found: Mapping[str, Kernel]) -> None:
         self._by_triton = by_triton
@@ -75,6 +78,8 @@ class TowerAttention:
         self._by_host, self._captured = (tuple(found.get(chosen.kernel_for(use)) for use in pair) for pair in uses)
 
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float) -> Tensor:
+        """Implements `Ops.attention_packed`. Segments are windows if none has more than WINDOW rows, else pictures.
+        What the selected kernel does not support takes Triton."""
         if isinstance(cu_seqlens, PackedPlan):
             kernel = self._captured[cu_seqlens.max_length <= WINDOW]
         else:
@@ -86,12 +91,14 @@ class TowerAttention:
 
 
 def _fits(q: Tensor) -> bool:
+    """True if the kernels of torch and cuDNN support q: 16 bits, and a head dim of up to _MAX_WIDTH that is a multiple
+    of _WIDTH."""
     return q.dtype.itemsize == 2 and q.shape[2] <= _MAX_WIDTH and q.shape[2] % _WIDTH == 0
 
 
 def _length(q: Tensor, segments: Segments) -> int:
     """The common length of all segments; 0 if cuDNN cannot compute them: lengths differ or are known to the device
-    only, or it does not support the heads."""
+    only, it does not support dtype or head dim, or the segments are empty."""
     if isinstance(segments, PackedPlan) or not _fits(q):
         return 0
     lengths = {end - begin for begin, end in pairwise(segments)}
@@ -99,6 +106,7 @@ def _length(q: Tensor, segments: Segments) -> int:
 
 
 def _by_cudnn(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
+    """Computes attention as a batch of segments, which all have the length `_length`."""
     length = _length(q, segments)
     batch = [x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v)]  # [segments, H, length, D] each
     attend: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
