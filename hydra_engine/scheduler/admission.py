@@ -1,5 +1,5 @@
-"""Rules by which an instance accepts requests. One that can never fit is refused with the quota and a remedy, a full
-queue with a time to retry."""
+"""Rules by which an instance accepts requests. A request that can never fit is refused with the limit and a remedy, one
+that meets a full queue with a time to retry."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Limits:
 
 
 def check_fits(request: Request, limits: Limits, stages: Role | None = None) -> None:
-    """Raises InvalidRequest or RequestTooLarge if these stages of the request (default: all of the role) cannot run to
-    their end even alone on this instance, and Unavailable if its role does not have a stage."""
+    """Raises Unavailable if the role lacks one of these stages (None: all of the role), InvalidRequest if the prompt is
+    empty, and RequestTooLarge if the stages cannot run to their end even alone on this instance."""
     stages = limits.role if stages is None else stages
     if stages & limits.role != stages:
         raise Unavailable(
@@ -41,6 +41,7 @@ def check_fits(request: Request, limits: Limits, stages: Role | None = None) -> 
 
 
 def _check_images(request: Request, limits: Limits) -> None:
+    """Raises RequestTooLarge if the features of a single image exceed the image cache."""
     for index, image in enumerate(request.images):
         blocks = -(-image.num_tokens // limits.image_block_size)
         if blocks > limits.num_image_blocks:
@@ -53,6 +54,7 @@ def _check_images(request: Request, limits: Limits) -> None:
 
 
 def _check_kv(request: Request, limits: Limits, num_generated: int) -> None:
+    """Raises RequestTooLarge if the KV of the prompt and `num_generated` tokens exceeds the KV cache."""
     blocks = -(-(request.num_prompt + num_generated) // limits.kv_block_size)
     if blocks <= limits.num_kv_blocks:
         return
@@ -69,7 +71,8 @@ def _check_kv(request: Request, limits: Limits, num_generated: int) -> None:
 
 
 def check_queue(num_live: int, max_queue: int, finish_times: Sequence[float]) -> None:
-    """Raises Unavailable if `max_queue` requests are accepted and not finished."""
+    """Raises Unavailable if `num_live`, the requests accepted and not finished, has reached `max_queue`. The time to
+    retry follows from `finish_times`, when the latest requests finished."""
     if num_live >= max_queue:
         raise Unavailable(
             f"{num_live} requests are queued or running, the limit (max_queue) is {max_queue}; try again later",

@@ -29,10 +29,10 @@ class PendingWork(NamedTuple):
     """The work at hand when a language step is planned. Without work of a kind its counts are 0 and its times infinite.
 
     `prefill_tokens`: tokens that could be computed now without a budget, of the running prefills and the waiting
-    requests that could start; `num_prefills`: the number of these requests. Limits and what is due are filled by
-    `Budgets.with_limits`. `due_tokens` and `due_patches`: what has to be computed before the first token with the
-    earliest deadline, `ttft_due_s`: the rest of its own request and the work known to come before it. Deadlines that
-    have passed are not counted.
+    requests that could start; `num_prefills`: the number of these requests. `Budgets.with_limits` fills the limits
+    (`tpot_limit_s`, `stretch_s`) and the earliest deadline of a first token that has not passed: its time
+    (`ttft_due_s`) and what has to be computed before (`due_tokens`, `due_patches`), which is the rest of its own
+    request and the work known to come first.
     """
 
     now: float
@@ -50,7 +50,7 @@ class PendingWork(NamedTuple):
 
 
 class StepBudget(NamedTuple):
-    """The limits of one language step. The planner keeps it with the plan and returns it with the result."""
+    """The limits of one language step. `Budgets.on_language` gets it back with the step's duration."""
 
     tokens: int  # prefill tokens
     vision_s: float  # seconds that the vision lane may run beside it; infinite: no limit
@@ -62,19 +62,21 @@ class StepBudget(NamedTuple):
     partition: int = 0  # see `LanguagePlan.partition`
 
     def is_used_up(self, tokens: int, vision_s: float) -> bool:
-        """True if a step with these amounts was as full as this budget allows."""
+        """True if more work waited than the step may hold, and a step with these amounts used up the limit of each kind
+        of which more waited: all prefill tokens, `USED` of the seconds of vision."""
         tokens_used = tokens >= self.tokens or not self.more_tokens
         vision_used = vision_s >= USED * self.vision_s or not self.more_vision
         return (self.more_tokens or self.more_vision) and tokens_used and vision_used
 
 
 class Budgets:
-    """Budgets for the highest throughput, from the configuration alone; no latency limit is kept.
+    """Budgets for the highest throughput, from the configuration and recent step times; no latency limit is kept.
 
-    Prefill is chunked only beside decodes, whose tokens wait for it: a chunk adds at most `PREFILL_SHARE` times the
-    recent duration of such decodes, or has `MIN_CHUNK` tokens if that is more. The planner asks before each step and
-    reports after it. Calls of `language` and `on_language` may interleave (a step is planned while the one before it
-    runs), but every budget that became a plan is reported, in order.
+    Beside decodes, whose tokens wait for it, the prefill of a step adds at most `PREFILL_SHARE` times the recent
+    duration of such decodes, in multiples of `MIN_CHUNK` tokens and at least one; before these times are known, and
+    without decodes, `max_step_tokens` is the only limit. The planner asks before each step and reports after it. Calls
+    of `language` and `on_language` may interleave (a step is planned while the one before it runs), but every budget
+    that became a plan is reported, in order.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -86,12 +88,13 @@ class Budgets:
     def with_limits(
         self, pending: PendingWork, requests: RequestTable, ready: Ready, due: RequestState | None
     ) -> PendingWork:
-        """Adds the latency limits of the requests to the pending work; here nothing reads them. Called before
-        `language` if some request has a limit. `ready`: the decodes of the step. `due`: `RequestTable.next_due`."""
+        """The pending work with the latency limits of the requests; unchanged here, where nothing reads them. Called
+        before `language` while some request has a limit. `ready`: the decodes of the step. `due`: the request whose
+        first token has the earliest deadline that has not passed; None if there is none."""
         return pending
 
     def language(self, pending: PendingWork) -> StepBudget:
-        """The budget of the next language step; called once per step."""
+        """The budget of the next language step; called again if planning it ahead was given up."""
         tokens = max(0, self._max_tokens - pending.num_decodes)
         if pending.num_decodes and min(tokens, pending.prefill_tokens) > MIN_CHUNK:
             tokens = min(tokens, self._beside_decodes(pending.num_decodes))
@@ -99,8 +102,9 @@ class Budgets:
         return StepBudget(tokens, math.inf, more_tokens=pending.prefill_tokens > tokens, partition=1)
 
     def _beside_decodes(self, num_decodes: int) -> int:
-        """Maximum tokens of prefill beside decodes without a limit. Steps beside vision are used only if no others were
-        measured: vision slows decodes and chunks by about the same factor."""
+        """Maximum tokens of prefill beside `num_decodes` decodes, from recent step times; `max_step_tokens` before
+        there are any. Steps beside vision are used only if no others were measured: vision slows decodes and chunks by
+        about the same factor."""
         highest = self._max_tokens
         for typical in self._typical:
             decode_s, token_s = typical.decode_s(num_decodes), typical.per_token_s()
@@ -115,23 +119,25 @@ class Budgets:
         return self._config.image_budget
 
     def predict(self, load: LanguageLoad) -> float | None:
-        """Expected seconds of a step that has the device to itself; None without a measured cost surface."""
+        """Expected seconds of a step that has the device to itself; None without measured costs, as here."""
         return None
 
     def on_language(
         self, load: LanguageLoad, budget: StepBudget, *, duration_s: float, gap_s: float, vision_s: float
     ) -> None:
-        """Records a language step. `gap_s`: time from the end of the step before to its own end, used only if the step
-        has decodes, as the gap between their tokens. `vision_s`: seconds that the vision lane ran beside it."""
+        """Records a language step that has ended and the budget that it was planned with. `gap_s`: with decodes, the
+        time from the end of the step before to its own end, which is the gap between their tokens; else `duration_s`.
+        `vision_s`: seconds that the vision lane ran beside it."""
         self._typical[vision_s > 0].learn(load, duration_s)
         if load.num_decodes:
             self._decode_steps += 1
             self._full_steps += budget.is_used_up(load.prefill_tokens, vision_s)
 
     def on_vision(self, load: VisionLoad) -> None:
-        """Records a vision step."""
+        """Records a vision step that has ended; ignored here."""
 
     def report(self) -> BudgetReport:
+        """The latest budgets, and how many steps with decodes there were and used up theirs."""
         return BudgetReport(
             token_budget=self._latest_tokens,
             image_budget=self._config.image_budget,

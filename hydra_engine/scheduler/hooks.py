@@ -1,9 +1,8 @@
 """Interfaces of the scheduler's optional parts, as no-op base classes: the core knows no more of them.
 
-`StepObserver` explains late tokens; `latency/attribution.py` has the one that attributes them to a prefill, an encode
-or a move of a request. `Connector` connects other instances; the one of an instance with peers is
-`handover/connector.py`. `instance/hooks.py` creates and attaches them. Budgets that follow from limits have their
-interface in `budget.py`.
+`StepObserver` explains late tokens; the one in `latency/attribution.py` attributes them to a prefill, an encode or a
+move of a request. `Connector` connects other instances; that of an instance with peers is in `handover/connector.py`.
+`instance/hooks.py` creates and attaches them. Budgets that follow from limits have their interface in `budget.py`.
 """
 
 from __future__ import annotations
@@ -27,29 +26,30 @@ Finish = Callable[[list[RequestState], float], list[RequestMessage]]
 
 
 class StepObserver:
-    """A no-op observer of steps, which attributes late tokens to the step. Calls for the steps of one lane come in
+    """A no-op observer of steps, which blames the step for every late token. Calls for the steps of one lane come in
     order."""
 
     def on_vision_planned(self, now: float, items: Work) -> None:
-        """Called when a vision step is submitted to its lane, which runs it after the ones before it."""
+        """Called when a vision step is planned; its lane runs it after the ones before it. `items`: patches."""
 
     def on_vision_done(self, started_s: float, ended_s: float, items: Work) -> None:
-        """Called when the oldest unfinished vision step has ended."""
+        """Called when the oldest vision step in flight has ended."""
 
     def on_language_done(
         self, started_s: float, ended_s: float, load: LanguageLoad, chunks: Work, vision_s: float
     ) -> None:
-        """Called when a language step has ended, beside which vision ran for `vision_s` seconds. On the hot path."""
+        """Called when a language step has ended, beside which vision ran for `vision_s` seconds. `chunks`: tokens of
+        its prefill chunks. On the hot path."""
 
     def on_away(self, request_id: RequestId, kind: str, now: float, until_s: float = math.inf) -> None:
-        """Called when a request leaves the steps of this instance, until `until_s` or (infinite) its own next step.
-        `kind`: the kind of `DelayCause` for that time."""
+        """Called when a request cannot be computed here, since its KV is gone or comes from another instance: until
+        `until_s` or, if that is infinite, its next step here. `kind`: `DelayCause.kind` for that time."""
 
     def explain(
         self, request_id: RequestId, since_s: float, until_s: float, tpot_limit_s: float
     ) -> tuple[DelayCause, ...]:
         """The causes, the largest first and at least one, of the time between a request's token at `since_s` and its
-        next one at `until_s`, which is longer than `tpot_limit_s`."""
+        next one at `until_s`, which is longer than `tpot_limit_s` (without a limit: `StepTimes.gap_s`)."""
         return (DelayCause("step", until_s - since_s),)
 
 
@@ -58,22 +58,24 @@ class OpenStep(Protocol):
 
     now: float
 
-    def preempt(self, victim: RequestState) -> bool: ...
+    def preempt(self, victim: RequestState) -> bool:
+        """Preempts a request; False if the connector needs its blocks for now."""
 
 
 class Connector:
     """A no-op connector for an instance without peers: the hooks that the scheduler calls. `now` is the time of the
     scheduler's call.
 
-    As vLLM's KVConnector it answers how much of a request it brings (`on_arrival`, `parks`), learns that blocks were
-    allocated (`on_start`), adds to a step (`before_language`) and learns that a request ends (`on_end`). Hooks about
-    one request are called only if the connector has set its `connector_state`.
+    Like vLLM's KVConnector it decides which requests wait for features or KV from elsewhere (`on_arrival`, `parks`),
+    and is called when blocks are allocated (`on_start`), while a step is filled (`before_language`) and when a request
+    ends (`on_end`). Hooks about one request, except `on_arrival`, are called only if its `connector_state` is set.
     """
 
-    vision_first = False  # True: the vision lane is asked for a step before the language lane
+    vision_first = False  # True: a vision step is planned before the language step
 
     def attach(self, requests: object, times: StepTimes, finish: Finish) -> None:
-        """Called once, before any other hook. `requests`: the scheduler's RequestTable."""
+        """Called once, before any other hook. `requests`: the scheduler's RequestTable. `finish` ends requests outside
+        of the scheduler's own calls."""
 
     def set_role(self, role: Role) -> None:
         """Called with the stages that are accepted from now on."""
@@ -81,19 +83,19 @@ class Connector:
     # ---- language steps
 
     def language_due_s(self, ended_s: float) -> float:
-        """The time from which a language step may run while images are being encoded. `ended_s`: the end of the latest
-        language step."""
+        """The time from which a language step may run while images are being encoded; minus infinity: at once.
+        `ended_s`: the end of the latest language step."""
         return -math.inf
 
     def chunk_end(self, state: RequestState) -> int:
-        """The latest position at which the next chunk of a request may end, at most `num_tokens`."""
+        """The last position, exclusive, that the next chunk of a request may reach; at most `num_tokens`."""
         return state.num_tokens
 
     def before_language(self, step: OpenStep) -> None:
         """Called when a language step has its decodes and its budget, before any prefill is added."""
 
     def on_computed(self, state: RequestState, now: float, *, sampled: bool) -> None:
-        """Called when a chunk of a request that continues has come back. `sampled`: it was the last one."""
+        """Called when a chunk has been computed, unless its request ends. `sampled`: it was the last one."""
 
     # ---- vision steps
 
@@ -101,49 +103,49 @@ class Connector:
         """Called before a vision step is filled."""
 
     def may_encode(self, job: RequestState, index: int, num_blocks: int, now: float, *, may_evict: bool) -> bool:
-        """True if an image of an encode job may have `num_blocks`, after evicting features of later jobs if needed and
-        `may_evict`."""
+        """True if image `index` of an encode job may have `num_blocks` blocks of the image cache. Evicts features of
+        later jobs if that is needed and `may_evict`."""
         return True
 
     # ---- the life of a request
 
     def on_arrival(self, state: RequestState) -> None:
-        """Called when a request arrives of which not all stages run here, or with features or KV to load. Sets its
-        `connector_state`."""
+        """Called when a request arrives of which not all stages run here, or whose features or KV are to be loaded. May
+        set its `connector_state`."""
 
     def parks(self, state: RequestState) -> bool:
-        """True if the request waits for other instances, so that the scheduler must leave it alone."""
+        """True if the request waits for other instances: its phase is PARKED, and it is in no new plan."""
         return False
 
     def on_requeue(self, state: RequestState) -> None:
-        """Called after the phase of the request was derived again, since something that `parks` reads may have
-        changed."""
+        """Called after the request was moved into the queue of its phase, or found there."""
 
     def on_image(self, state: RequestState, index: int, now: float) -> None:
-        """Called when the progress of an image of a live request has changed."""
+        """Called after the progress of image `index` of a request was set, unless the request is ending."""
 
     def on_start(self, state: RequestState) -> None:
-        """Called when the request has its first blocks; its first chunk can be planned."""
+        """Called when the request has got its slot and its cached blocks; the blocks behind these are not allocated
+        yet."""
 
     def may_preempt(self, state: RequestState) -> bool:
         """False if the request cannot be preempted now; the connector then preempts it as soon as possible."""
         return True
 
     def on_blocks_freed(self, state: RequestState) -> None:
-        """Called before the KV blocks of a request are freed."""
+        """Called before the KV blocks of a request that has not ended are freed."""
 
     def on_preempted(self, state: RequestState, now: float) -> None:
-        """Called when a request has lost its KV and is not queued again yet."""
+        """Called when a preempted request has lost its KV; may end it. Otherwise its prefix lookup is repeated next."""
 
     def on_end(self, state: RequestState, ending: Ending) -> None:
-        """Called before a request ends."""
+        """Called when a request is about to end; its `ending` is not set yet."""
 
     # ---- reports
 
     def loads_images(self, state: RequestState) -> bool:
-        """True if features of an image are being loaded for this request."""
+        """True if features of some image are being loaded for this request."""
         return False
 
     def with_counts(self, status: Status) -> Status:
-        """The status with the requests that the connector parks."""
+        """The status with the parked requests counted too."""
         return status

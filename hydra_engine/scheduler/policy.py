@@ -3,7 +3,8 @@
 An accepted request (`admission.py`) is always served: the rules guarantee progress for every request that fits alone.
 Urgency (priority, then the deadline of the first token) decides which is considered first. Age decides which may take
 blocks from another: only an older request from a younger one, so the oldest always progresses, and by induction every
-request does. The planners in `step.py` and `vision.py` apply these rules.
+request does. The only exception are requests whose KV comes from another instance: `handover/remote_kv.py` says why
+they may preempt older stalled prefills. The planners in `step.py` and `vision.py` apply these rules.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ MAX_SKIPPED = 16  # requests without free blocks that planning skips in a step; 
 
 
 def start_urgency(state: RequestState, scheduling_policy: str, num_tokens_left: int) -> Urgency:
-    """Sort key of requests that wait for their start; the smallest starts first. `num_tokens_left`: tokens to prefill
-    here, for `sjf`. No request starves: at most `max_bypass` later requests start before an earlier one."""
+    """Sort key of requests that wait for their start; the smallest starts first. `fcfs`: by age alone; `sjf`: by
+    priority, then `num_tokens_left`, the tokens to prefill here; otherwise by priority, then the deadline of the first
+    token. No request starves: once `max_bypass` younger ones have started before it, it goes first."""
     match scheduling_policy:
         case "fcfs":
             return 0, math.inf, state.order
@@ -32,8 +34,9 @@ def start_urgency(state: RequestState, scheduling_policy: str, num_tokens_left: 
 
 
 def encode_urgency(state: RequestState, encode_policy: str) -> Urgency:
-    """Sort key of requests whose images wait for an encode; the smallest is first. With `srpt` it changes with every
-    encoded image; the patience of the vision planner prevents the starvation of requests with many patches."""
+    """Sort key of requests whose images wait for an encode; the smallest is first. `fcfs`: by age alone; `srpt`: by
+    priority, then the patches left to encode, which change with every encoded image; otherwise by priority, then the
+    deadline of the first token. No request starves: after `encode_patience_s` the oldest goes first."""
     match encode_policy:
         case "fcfs":
             return 0, math.inf, state.order
@@ -43,42 +46,43 @@ def encode_urgency(state: RequestState, encode_policy: str) -> Urgency:
 
 
 def kv_tokens_to_admit(state: RequestState) -> int:
-    """Number of token positions that need free blocks before the request may start: everything it has to prefill; after
-    a preemption its maximum here, so that it is not preempted a second time."""
+    """Number of token positions that need free blocks before the request may start: all that it has to prefill; after a
+    preemption, if it decodes here, all positions up to `max_total_tokens`, so that it is not preempted a second
+    time."""
     return state.request.max_total_tokens if state.preempted and Role.D in state.stages else state.num_tokens
 
 
 def is_stalled(state: RequestState) -> bool:
-    """True if a running prefill cannot continue: the next position belongs to an image without features, or the
-    connector loads its KV."""
+    """True if a running prefill has positions left and cannot continue: the next one belongs to an image without
+    features, or the connector loads its KV."""
     return state.num_computable == state.num_planned < state.num_tokens
 
 
 def may_start_early(state: RequestState, *, head: bool, num_early: int, limit: int) -> bool:
     """True if a request may start prefill while some of its images have no features yet.
 
-    Any request may while fewer than `limit` do. The `head` (the oldest that waits for images) always may once its first
-    image has features: its images together may exceed the image cache, so the first must be consumed before the last is
-    encoded.
+    A request that was not preempted may while fewer than `limit` have done so (`num_early`). The `head` (the oldest
+    that waits for images) always may once its first image has features or needs none: its images together may exceed
+    the image cache, so the first must be consumed before the last is encoded.
     """
     return may_preempt_stalled(state, head=head) or (num_early < limit and not state.preempted)
 
 
 def may_preempt_stalled(state: RequestState, *, head: bool) -> bool:
-    """True if a waiting request may preempt younger prefills that are stalled at an image: if it waits for no image, or
-    is the `head` (the oldest that waits for images) and its first image has features."""
+    """True if a waiting request may preempt younger stalled prefills: it waits for no image, or is the `head` (the
+    oldest that waits for images) and its first image has features or needs none."""
     return not state.waits_for_images or (head and state.images[0] > ImageProgress.ENCODING)
 
 
 def stalled_younger_than(state: RequestState, prefilling: ArrivalQueue) -> RequestState | None:
-    """The youngest stalled prefill, if it is younger than `state`."""
+    """The youngest stalled prefill (`youngest_stalled`) if it is younger than `state`, else None."""
     victim = youngest_stalled(prefilling)
     return victim if victim is not None and victim.order > state.order else None
 
 
 def youngest_stalled(prefilling: ArrivalQueue) -> RequestState | None:
-    """The youngest stalled prefill that is not part of a step: stalled at an image, or because its KV is
-    loaded and not about to be complete."""
+    """The youngest stalled prefill that may be preempted for a start: it has no chunk in flight, and its KV is not
+    about to be here (`keeps_blocks`). None if there is none."""
     youngest = None
     for state in prefilling:
         if not state.num_scheduled and is_stalled(state) and not state.keeps_blocks:
@@ -87,15 +91,15 @@ def youngest_stalled(prefilling: ArrivalQueue) -> RequestState | None:
 
 
 def image_order(state: RequestState, index: int) -> tuple[int, int, int, int]:
-    """Sort key of images, the same on all instances: age of the request, then place in the prompt. Encode jobs of one
-    age belong to one request, whose images keep their places in the prompt."""
+    """Sort key of images: age of the request, then place in its prompt, so that all instances order them alike. The
+    encode jobs of one request have its age, and their images the places that they have in its prompt."""
     age, arrived = state.order
     return age, state.request.images[index].start if state.is_encode_job else 0, arrived, index
 
 
 def chunk_end(start: int, end: int, images: Sequence[ImageItem]) -> int:
-    """End of a chunk that may hold positions [start, end): never inside an image with bidirectional attention. The
-    chunk ends before such an image or, if it would be empty, behind it, even if that exceeds the budget."""
+    """End of a chunk that may hold positions [start, end), moved out of an image with bidirectional attention: to the
+    start of the image or, if the chunk would then be empty, to its end, even if that exceeds the budget."""
     for image in images:
         if image.bidirectional and image.start < end < image.end:
             return image.start if image.start > start else image.end
@@ -108,11 +112,12 @@ def features_to_evict(
     holders: Iterable[tuple[FeatureKey, Sequence[tuple[RequestState, int]], int]],
     num_blocks: int,
 ) -> list[FeatureKey]:
-    """Keys of the encoded features to evict so that image `index` of `state` gets `num_blocks` more blocks: the latest
-    first in (age, prompt) order, none that an earlier image uses, none that a step is reading. Empty if that does not
-    free enough.
+    """Keys of the encoded features to evict so that image `index` of `state` gets `num_blocks` more blocks: the last in
+    `image_order` first, none that an image before this one uses, none that a step in flight reads. Empty if that does
+    not free enough.
 
-    `holders` are (key, images that use it, blocks) of all encoded features. Features are as old as their oldest user.
+    `holders`: (key, images that use it, number of blocks) of all encoded features. The first of these images in
+    `image_order` decides.
     """
     asking = image_order(state, index)
     later = []
@@ -131,4 +136,5 @@ def features_to_evict(
 
 
 def _is_being_read(state: RequestState, index: int) -> bool:
+    """True if a chunk in flight may read the features of this image."""
     return state.num_scheduled > 0 and state.request.images[index].start < state.num_planned

@@ -15,8 +15,8 @@ from hydra_engine.core.state import Order, RequestState, Urgency
 
 
 class ArrivalQueue:
-    """A queue of requests ordered by age: iteration goes from the oldest to the youngest. Changes during an iteration
-    are allowed with `by_age` only."""
+    """A queue of requests, iterated from the oldest to the youngest. It may change during an iteration by `by_age` or
+    `by_urgency` only."""
 
     __slots__ = ("_by_order", "_orders")
 
@@ -34,7 +34,8 @@ class ArrivalQueue:
         return map(self._by_order.__getitem__, self._orders)
 
     def by_age(self) -> Iterator[RequestState]:
-        """The oldest first. The queue may change during the iteration."""
+        """Yields the oldest first. The queue may change meanwhile: a request pushed behind the latest one yielded is
+        still yielded, one pushed before it is not."""
         index = 0
         while index < len(self._orders):
             order = self._orders[index]
@@ -42,6 +43,7 @@ class ArrivalQueue:
             index = bisect_right(self._orders, order)
 
     def push(self, state: RequestState) -> None:
+        """Adds a request at the place of its age. Asserts that it is not queued already."""
         assert state not in self, "a request is queued twice"
         self._by_order[state.order] = state
         if not self._orders or state.order > self._orders[-1]:
@@ -63,8 +65,8 @@ class ArrivalQueue:
 
 
 class UrgencyQueue(ArrivalQueue):
-    """A queue of requests ordered by age and also by urgency, which is read when a request is pushed: from
-    `RequestState.urgency` or `urgency_of`."""
+    """A queue of requests ordered by age and also by urgency, as `urgency_of` (by default `RequestState.urgency`) gave
+    it when the request was pushed or refreshed."""
 
     __slots__ = ("_urgencies", "_urgency_by_order", "_urgency_of")
 
@@ -86,19 +88,20 @@ class UrgencyQueue(ArrivalQueue):
         super().discard(state)
 
     def refresh(self, state: RequestState) -> None:
-        """Updates the place of a queued request whose urgency may have changed."""
+        """Reads the urgency of a queued request again and moves it if that has changed."""
         if self._urgency_by_order[state.order] != self._urgency_of(state):
             self.discard(state)
             self.push(state)
 
     @property
     def is_ranked(self) -> bool:
-        """True if some request has a priority, a deadline or a rank by remaining work, so that urgency differs from
-        age. The first or the last request has one then, since (0, inf) is the rank of all others."""
+        """True if some request has a priority, a deadline or an amount of work in its urgency, so that the order by
+        urgency may differ from that by age. It is enough to look at the first and the last: all requests
+        without one have (0, inf), and any other value sorts before or behind that."""
         return any(urgency[:2] != (0, math.inf) for urgency in (*self._urgencies[:1], *self._urgencies[-1:]))
 
     def by_urgency(self) -> Iterator[RequestState]:
-        """The most urgent first. The queue may change during the iteration."""
+        """Yields the most urgent first. The queue may change meanwhile, as with `by_age`."""
         index = 0
         while index < len(self._urgencies):
             urgency = self._urgencies[index]
@@ -107,8 +110,8 @@ class UrgencyQueue(ArrivalQueue):
 
 
 class StartedOrders:
-    """The orders of started requests, to count how often a waiting request was bypassed: the younger requests that
-    started since it began to wait. Orders that no waiting request needs are dropped."""
+    """The orders (`RequestState.order`) of started requests, to count how often a waiting request was bypassed: the
+    younger requests that have started since it began to wait. Orders that no waiting request needs are dropped."""
 
     def __init__(self) -> None:
         self._orders: list[Order] = []  # orders of started requests, ascending

@@ -15,6 +15,7 @@ MAX_REPORTS = 100
 def scheduler_status(
     requests: RequestTable, results: ResultProcessor, budget: BudgetReport, speeds: StepSpeeds
 ) -> Status:
+    """The fields of a Status that the scheduler knows; the others keep their defaults."""
     status = Status(
         num_running=len(requests.prefilling) + len(requests.decoding),
         num_waiting=len(requests.waiting) + len(requests.held),
@@ -36,13 +37,15 @@ def scheduler_status(
 
 
 def _stage_reports(requests: RequestTable) -> tuple[StageReport, ...]:
-    """The stage of each request that gets no tokens now, for a user who watches; the first `MAX_REPORTS` by arrival."""
+    """Stages of the requests that are neither decoding nor ended, for a user who watches; the first `MAX_REPORTS` by
+    arrival here."""
     calm = RequestPhase.DECODING, RequestPhase.ENDED
     waiting = (state for state in requests.states.values() if state.phase not in calm)
     return tuple(_stage_report(requests, state) for state in islice(waiting, MAX_REPORTS))
 
 
 def _stage_report(requests: RequestTable, state: RequestState) -> StageReport:
+    """The stage of one request. Progress is counted in pictures while some have no features, in tokens in a prefill."""
     request, loads = state.request, state.connector_state is not None
     if state.waits_for_images:
         pairs = zip(request.images, state.images, strict=True)

@@ -29,21 +29,22 @@ from hydra_engine.scheduler.timeline import Timeline
 class RequestTable:
     """The requests of one instance. A live one is in the queue of its phase (`core/state.py`), an ended one in none:
 
-                       waits for images    has all it needs    one step from a token
+                       waits for images    has all it needs    only its latest token has no KV
         no KV blocks   encoding            waiting             -
         KV blocks      prefilling          prefilling          decoding
 
-    A held request is in `held`, one that the connector parks in `parked`. `unencoded` is an index beside the queues:
-    requests with an image that waits for an encode here. A request holds a sequence slot exactly while it holds KV
-    blocks. `decodes` has the arrays of the requests that decode, and of those whose last chunk is in flight.
+    It is in `prefilling` also while its last chunk is in flight, and if it does not decode here. A held request is in
+    `held`, one that the connector parks in `parked`. `unencoded` is an index beside the queues: requests with an image
+    that waits for an encode here. A request holds a sequence slot exactly while it holds KV blocks. `decodes` has the
+    arrays of the requests that decode, and of those whose last chunk is in flight.
 
-    Reuse: the prefix lookup runs when a request arrives or is preempted, and images inside the cached KV become CACHED:
-    they are not encoded. The lookup holds no blocks, so it takes none from other requests and cannot deadlock; but the
-    blocks may be evicted before the request is considered for its start. The lookup is repeated then, and an image that
-    is no longer covered needs features after all (`recheck`). This happens at most once between two starts of a
-    request, since only an arrival or a preemption makes an image CACHED; afterwards the rules of age in `policy.py`
-    bring the request to its end like any other. Features that several images share are as old as the oldest of these
-    images; sharing them with younger requests does not change which requests may evict them.
+    Reuse: the prefix lookup runs when a request with images arrives or is preempted, and images inside the cached KV
+    become CACHED: they are not encoded. The lookup holds no blocks, so it takes none from other requests and cannot
+    deadlock; but the blocks may be evicted before the request is considered for its start. The lookup is repeated then,
+    and an image that is no longer covered needs features after all (`recheck`). This happens at most once between two
+    starts of a request, since only an arrival or a preemption makes an image CACHED; afterwards the rules of age in
+    `policy.py` bring the request to its end like any other. Features that several images share are as old as the oldest
+    of these images; sharing them with younger requests does not change which requests may evict them.
     """
 
     def __init__(
@@ -58,8 +59,8 @@ class RequestTable:
         observer: StepObserver | None = None,
         connector: Connector | None = None,
     ) -> None:
-        """`has_states`: the model keeps recurrent states. KV is of no use without the state at its end, so then only
-        features are reused."""
+        """`instance`: its name, for timelines. `reuse`: prefix and image caching. `has_states`: the model keeps
+        recurrent states. KV is of no use without the state at its end, so then only features are reused."""
         self.kv = kv
         self.seq_slots = SlotPool(config.max_running_requests)
         self.decodes = DecodeTable(config.max_running_requests, kv.block_size)
@@ -104,8 +105,8 @@ class RequestTable:
         external_kv: bool,
         held_for: str = "",
     ) -> RequestState:
-        """Adds a request to its queue. `held_for`: the reason why it waits for `release`, for its timeline; "" if it
-        may start."""
+        """Adds an accepted request to the queue of its phase, with the parameters of `StageScheduler.add`. Asserts that
+        the id is not in use."""
         assert request.id not in self.states, f"request id {request.id} is in use"
         state = RequestState.new(
             request, self._next_order, now, stages=stages, external_images=external_images, external_kv=external_kv
@@ -134,7 +135,7 @@ class RequestTable:
         return state
 
     def release(self, state: RequestState, now: float) -> None:
-        """Lets a held request start as if it had arrived now, but with its age unchanged."""
+        """Lets a held request start as if it had arrived now, but with its age and its deadline unchanged."""
         state.held = False
         num_cached = self._rank(state)
         if not state.external_kv:
@@ -143,8 +144,9 @@ class RequestTable:
         self.requeue(state)
 
     def _rank(self, state: RequestState) -> int:
-        """Sets the urgency of a request that may start. Returns how many of its tokens are cached; 0 if neither images
-        nor the policy need to know."""
+        """Sets the urgency of a request that may start from now on, and records the deadline of its first token.
+        Returns the number of its leading tokens with cached KV; 0 without a lookup if neither images nor the policy
+        need it."""
         by_work = self._scheduling_policy == "sjf"
         looks = (bool(state.request.images) or by_work) and not state.is_encode_job and not state.external_kv
         num_cached = self._cached_tokens(state) if looks else 0
@@ -155,7 +157,8 @@ class RequestTable:
         return num_cached
 
     def requeue(self, state: RequestState) -> None:
-        """Moves a request into the queue of the phase that follows from its state and its blocks."""
+        """Moves a request into the queue of the phase that follows from its state and its blocks, adds it to the table
+        of decodes if it decodes, and updates its place in `unencoded`. Called after every change of these."""
         before, phase = state.phase, self.phase_of(state)
         if phase is not before:
             self.queues[before].discard(state)
@@ -177,7 +180,7 @@ class RequestTable:
             self.connector.on_requeue(state)
 
     def count_bypasses(self, state: RequestState) -> None:
-        """Starts to count the younger requests that start before this one, unless they are counted already."""
+        """Begins to count the younger requests that start before this one, unless they are counted already."""
         if state.starts_seen is None:
             state.starts_seen = self._started.younger_than(state.order)
 
@@ -195,7 +198,8 @@ class RequestTable:
         return RequestPhase.ENCODING if state.waits_for_images else RequestPhase.WAITING
 
     def end(self, state: RequestState, ending: Ending) -> None:
-        """Ends the request: it makes no more progress; its blocks stay allocated until `forget`."""
+        """Ends the request: it makes no more progress and is in no new plan; its blocks, its slot and its features stay
+        allocated until `forget`."""
         self.leave_decodes(state)
         state.num_prefilled = state.num_computed
         self.images.end(state)
@@ -205,7 +209,7 @@ class RequestTable:
         self.requeue(state)
 
     def in_use(self, state: RequestState) -> bool:
-        """True while a plan in flight names the request."""
+        """True while a plan in flight, or a job of the connector, names the request."""
         seq_slot = self.seq_slots.slot_of.get(state.request.id)
         return state.plans_in_flight > 0 or (seq_slot is not None and self.decodes.num_in_flight(seq_slot) > 0)
 
@@ -222,7 +226,8 @@ class RequestTable:
     # ---- start and preemption
 
     def recheck(self, state: RequestState, now: float) -> None:
-        """Repeats the prefix lookup of a waiting request; images no longer covered by cached KV need features."""
+        """Repeats the prefix lookup of a request that waits for its start; images no longer covered by cached KV need
+        features, so that it may wait for images again."""
         waited = state.waits_for_images
         self.images.recheck(state, self._cached_tokens(state), now)
         if state.waits_for_images and not waited:
@@ -231,7 +236,7 @@ class RequestTable:
 
     def start(self, state: RequestState, num_found: int, now: float) -> None:
         """Starts a request: allocates its slot, and begins its block table with the `num_found` cached blocks that the
-        prefix cache has just found. Its own blocks are the caller's to allocate."""
+        prefix cache has just found. The caller then allocates the blocks behind them and calls `requeue`."""
         waited = bool(state.images) and state.waits_for_images
         self.seq_slots.allocate(state.request.id)
         state.num_published, state.num_prefilled = num_found, num_found * self.kv.block_size
@@ -259,8 +264,9 @@ class RequestTable:
         return started - state.starts_seen >= self._max_bypass
 
     def preempt(self, state: RequestState, now: float) -> bool:
-        """Frees the KV of a running request, which keeps its age, its tokens and its unconsumed features. False if the
-        connector objects; the connector then preempts it as soon as possible."""
+        """Frees the KV of a running request, which keeps its age, its tokens and its unconsumed features; it waits
+        again, unless the connector ends it. False, and no change, if the connector needs its blocks for now; the
+        connector then preempts it as soon as possible. Asserts that no step in flight computes it."""
         request_id = state.request.id
         if state.connector_state is not None and not self.connector.may_preempt(state):
             return False
@@ -280,7 +286,7 @@ class RequestTable:
         return True
 
     def free_blocks(self, state: RequestState) -> None:
-        """Frees the KV blocks and the slot of a request; it waits as if it had never started."""
+        """Frees the KV blocks and the slot of a request that has not ended; it waits as if it had never started."""
         request_id = state.request.id
         self.leave_decodes(state)
         self.prefixes.publish()
@@ -293,15 +299,15 @@ class RequestTable:
         self.requeue(state)
 
     def defer(self, state: RequestState) -> None:
-        """Records that the chunk of a request's one missing token was not computed: a later step computes that token's
-        row."""
+        """Records that a deferred chunk was not computed, whose only token was the one without KV: a later step
+        computes that token, as a decode if the request is in the table of decodes, else as a chunk."""
         seq_slot = self.seq_slots.slot_of[state.request.id]
         if self.decodes.is_member(seq_slot):
             self.decodes.defer_chunk(seq_slot)
         self.requeue(state)
 
     def leave_decodes(self, state: RequestState) -> None:
-        """Removes the request from the table of decodes; a row still in flight is discarded on return."""
+        """Removes the request from the table of decodes, if it is there; results of its rows in flight are ignored."""
         slot = self.seq_slots.slot_of.get(state.request.id)
         if slot is not None:
             self.decodes.leave(slot)
@@ -309,12 +315,13 @@ class RequestTable:
     # ---- questions
 
     def youngest_running(self) -> RequestState | None:
-        """The youngest request that holds KV blocks and is not ending."""
+        """The youngest request in `prefilling` and `decoding`; None if both are empty."""
         running = [state for queue in (self.prefilling, self.decoding) if (state := queue.youngest()) is not None]
         return max(running, key=lambda state: state.order, default=None)
 
     def next_due(self, now: float) -> RequestState | None:
-        """The request whose first token has the earliest deadline in the future; forgets deadlines that have passed."""
+        """The request without a token whose first token has the earliest deadline after `now`; None if there is none.
+        Forgets the deadlines before that."""
         while self.due:
             due_s, request_id = self.due[0]
             state = self.states.get(request_id)
@@ -324,6 +331,7 @@ class RequestTable:
         return None
 
     def _cached_tokens(self, state: RequestState) -> int:
+        """Number of leading tokens of the request whose KV is cached, from a prefix lookup now."""
         return len(self.prefixes.find(state)) * self.kv.block_size
 
 

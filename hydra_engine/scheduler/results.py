@@ -32,6 +32,7 @@ class _StepOutput:
         self.deltas: list[Delta] = []
 
     def add(self, row: int, request_id: int, position: int, token_id: int) -> None:
+        """Adds the token of a row. A Delta takes the gap before its token out of `tokens.late`."""
         if (logprobs := self.logprobs.get(row)) is not None:
             key = RequestId(request_id)
             late = self.tokens.late.pop(key, None)
@@ -54,7 +55,8 @@ class ResultProcessor:
         self.finish_times: deque[float] = deque(maxlen=32)  # when the latest requests were forgotten
 
     def finish(self, ended: list[RequestState], now: float) -> list[RequestMessage]:
-        """Forgets those of the ended requests that no plan in flight names, and returns the Finished of each."""
+        """Forgets those of these requests that have ended and that no plan in flight names; returns the Finished of
+        each."""
         messages: list[RequestMessage] = []
         for state in ended:
             ending = state.ending
@@ -81,7 +83,8 @@ class ResultProcessor:
     # ---- vision
 
     def on_vision(self, plan: VisionPlan, result: VisionResult) -> list[RequestState]:
-        """Returns the requests of the plan; some may have ended, before or now."""
+        """Records the encoded images, also for requests with the same picture, and ends requests whose image failed.
+        Returns all requests of the plan, ended ones included."""
         requests = self._requests
         patches: dict[RequestId, int] = {}
         sharing: dict[RequestId, RequestState] = {}
@@ -111,7 +114,8 @@ class ResultProcessor:
     def on_language(
         self, plan: LanguagePlan, result: LanguageResult
     ) -> tuple[list[RequestMessage], list[RequestState]]:
-        """(messages, requests of the plan that have ended before or now)."""
+        """Applies tokens, progress and failures. Returns the messages for the frontend, and all requests of the plan
+        that have ended, before or now; deferred ones may be among these without having ended."""
         failures, deferred = dict(result.failures), set(result.deferred)
         output = _StepOutput(result.ended_s, dict(result.logprobs))
         ended = self._decodes(plan, result, failures, output) if len(plan.decodes) else []
@@ -151,7 +155,8 @@ class ResultProcessor:
         return messages + output.deltas, ended
 
     def _chunk(self, state: RequestState, chunk: ChunkRow, token_id: int, ended_s: float) -> StageSpan | None:
-        """Applies the result of a chunk. Returns the gap before its token if that came late."""
+        """Applies the result of a chunk that was computed, and ends its request if the token ends it. Returns the gap
+        before the token if that came late. `token_id`: -1 if it samples none."""
         late = None
         state.num_prefilled += len(chunk.token_ids)
         if chunk.images:
@@ -173,7 +178,7 @@ class ResultProcessor:
         return late
 
     def _sampled(self, state: RequestState, seq_slot: int, token_id: int, ended_s: float) -> StageSpan | None:
-        """Records the time of the token that ends a prefill, in the table of decodes if the request continues here.
+        """Records the time of the token that ends a prefill, in the table of decodes if the request decodes here.
         Returns the gap before the token if it came late."""
         gap_s = self._times.gap_s
         if Role.D in state.stages:
@@ -185,7 +190,8 @@ class ResultProcessor:
     def _decodes(
         self, plan: LanguagePlan, result: LanguageResult, failures: dict[int, ErrorInfo], output: _StepOutput
     ) -> list[RequestState]:
-        """Applies the results of the decode rows. Returns the requests that have ended."""
+        """Applies the results of the decode rows to `output` and the requests. Returns the requests that have ended,
+        before or now, and those of deferred rows."""
         rows, requests, table = plan.decodes, self._requests, self._requests.decodes
         for row, error in failures.items():
             if row < len(rows) and table.is_member(int(rows.seq_slots[row])):
@@ -220,7 +226,8 @@ class ResultProcessor:
         return ended
 
     def _explained(self, state: RequestState, since_s: float, ended_s: float) -> StageSpan:
-        """Adds the gap before a late token, with its causes, to the request's timeline, and returns its span."""
+        """Adds the gap before a late token, with its causes, to the request's timeline, and returns its span. Causes
+        name no other request if this one has a cache salt."""
         timeline = self._requests.timelines[state.request.id]
         tpot_limit_s = timeline.tpot_limit_s if timeline.tpot_limit_s < math.inf else self._times.gap_s
         causes = self._requests.observer.explain(state.request.id, since_s, ended_s, tpot_limit_s)

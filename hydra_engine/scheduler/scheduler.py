@@ -4,8 +4,8 @@ drive the same object.
 Pure: reads no clock; the same calls with the same `now` give the same plans. Owns the states of its requests and the
 bookkeeping of both caches (`requests.py`). A language step is filled in `step.py`, a vision step in `vision.py`; the
 rules of order and preemption are in `policy.py`, and `results.py` applies results. Optional parts plug in (`hooks.py`,
-`budget.py`): a connector that loads or sends what is computed on several instances, budgets for latency limits, an
-observer that explains late tokens. Does not know tensors, threads, channels or text.
+`budget.py`): a connector that moves features and KV between instances, budgets for latency limits, an observer that
+explains late tokens. Does not know tensors, threads, channels or text.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ from hydra_engine.scheduler.vision import VisionPlanner
 class StageScheduler:
     """The scheduler of one instance: plans the steps of its two lanes and tracks its requests.
 
-    At most `vision_plans` vision plans and one language plan, with look-ahead two, are in flight; a lane runs its plans
+    At most `vision_plans` vision plans and one language plan (two with look-ahead) are in flight; a lane runs its plans
     in order. The caller returns every result exactly once, in the order of the lane's plans, also if the step failed.
     Every request (or part of one) that `add` accepts ends in exactly one Finished; by then no plan names it and its
-    blocks are free. If every result comes back, every request ends, whatever the sizes of the caches.
+    blocks are free. If every result comes back and every held request is released, every request ends, whatever the
+    sizes of the caches; with peers on the further conditions of the connector.
     """
 
     def __init__(
@@ -59,9 +60,12 @@ class StageScheduler:
         connector: Connector | None = None,
         vision_plans: int = 1,
     ) -> None:
-        """`kv`, `images`: the block pools; a pool that the role does not use has no blocks. `has_states`: the model
-        keeps recurrent states, one per sequence slot; raises ConfigError if the role then separates prefill and decode.
-        `reuse`: prefix and image caching. `observer` explains late tokens."""
+        """`kv`, `images`: the block pools; a pool that the role does not use has no blocks. `instance`: its name, for
+        timelines. `reuse`: prefix and image caching. `budgets` None: no latency limits. `observer` None: late tokens
+        are not explained. `connector` None: no peers. `vision_plans`: maximum of vision plans in flight.
+
+        `has_states`: the model keeps recurrent states, one per sequence slot. Raises ConfigError if the role then has
+        one of prefill and decode without the other."""
         if has_states and (Role.P in role) != (Role.D in role):
             raise ConfigError(
                 f"a model with recurrent states cannot be served by an instance of role {role.letters}: states stay "
@@ -103,13 +107,13 @@ class StageScheduler:
         external_kv: bool = False,
         held_for: str = "",
     ) -> None:
-        """Accepts a request, or raises the RequestError that says why it is refused and changes nothing.
+        """Accepts a request, or raises the RequestError that says why it is refused and changes nothing. A full queue
+        refuses only requests that are prefilled here. Asserts that the id is not in use.
 
         `stages`: the stages to run here, by default all of the role; E alone is an encode job, a request with images
         and no prompt. `external_images`: indices of images whose features the connector loads; all images if `stages`
-        has no E. `external_kv`: the connector loads the KV of the prompt. `held_for`: the reason, for the
-        timeline, why the request has to wait for `release`; until then it holds nothing and is in no plan. "": it may
-        start.
+        has no E. `external_kv`: the connector loads the KV of the prompt. `held_for`: the reason, for the timeline, why
+        the request has to wait for `release`, until which it holds nothing and is in no plan; "" if it may start.
         """
         stages = self._limits.role if stages is None else stages
         check_fits(request, self._limits, stages)
@@ -120,7 +124,8 @@ class StageScheduler:
         )
 
     def release(self, request_id: RequestId, now: float, error: ErrorInfo | None = None) -> list[RequestMessage]:
-        """Lets a held request start or, with `error`, ends it. Ignores requests that are not held."""
+        """Lets a held request start or, with `error`, ends it and returns its Finished. Ignores requests that are not
+        held."""
         state = self._requests.states.get(request_id)
         if state is None or state.ending is not None or not state.held:
             return []
@@ -136,16 +141,17 @@ class StageScheduler:
         self._connector.set_role(role)
 
     def reset_caches(self, *, kv: bool, images: bool) -> None:
-        """Forgets reusable KV, reusable features, or both; blocks held by requests stay. A request that counted on
-        reusable blocks finds them missing at its next lookup, as after an eviction."""
+        """Forgets the cached KV, the cached features, or both, that no request holds. A request that relies on a prefix
+        hit and has not started finds the blocks missing at its next lookup, as after an eviction."""
         if kv:
             self._requests.kv.pool.forget_evictable()
         if images:
             self._requests.features.forget_unused()
 
     def abort(self, request_id: RequestId, now: float) -> list[RequestMessage]:
-        """Ends a request; ignores unknown ids. Its Finished is returned now or, while a plan in flight names it, by the
-        `on_...` call that takes back the last such plan."""
+        """Ends a request; ignores unknown ids and requests that are ending. Its Finished is returned now or, while
+        plans in flight name it, by the call that brings the result of the last one (`on_vision`, `on_language` or the
+        connector's)."""
         state = self._requests.states.get(request_id)
         if state is None or state.ending is not None:
             return []
@@ -156,19 +162,19 @@ class StageScheduler:
 
     @property
     def vision_first(self) -> bool:
-        """True if the vision lane must be asked for a step before the language lane, because the language step may have
-        to wait for it."""
+        """True if `plan_vision` must be called before `plan_language`, since a language step may have to wait for the
+        vision step in flight."""
         return self._connector.vision_first
 
     @property
     def no_image_pending(self) -> bool:
-        """True while no image waits for its features or is being encoded. Otherwise a language step that is planned
-        ahead would leave out a request that is about to be ready."""
+        """True while no request waits for images before its start, and no vision step is in flight. Otherwise a step
+        that is planned ahead could leave out a request that is about to be ready."""
         return not self._requests.encoding and not self._vision_plans
 
     def plan_vision(self, now: float) -> VisionPlan | None:
-        """The next vision step, or None if there is nothing to encode, no free block, or the maximum of plans is in
-        flight."""
+        """The next vision step, with blocks allocated for its features. None if no image waits for an encode here, none
+        of them can have blocks now, or the maximum of plans is in flight."""
         if not self._requests.unencoded or len(self._vision_plans) >= self._max_vision_plans:
             return None
         plan = self._vision.plan(StepId(self._next_step), now)
@@ -179,10 +185,12 @@ class StageScheduler:
         return plan
 
     def plan_language(self, now: float) -> LanguagePlan | None:
-        """The next language step, or None if nothing can run or the maximum of plans is in flight.
+        """The next language step. None if nothing can run, the maximum of plans is in flight, or the connector leaves
+        the device to the vision step in flight; in the last case, `language_due_s` is the time to ask again, infinite
+        if a result comes before.
 
-        With one in flight it is planned ahead: token -1 stands for a token that is not read yet, no request is
-        preempted, and None may also mean that the result has to come first.
+        With a language step in flight the next one is planned ahead: token -1 stands for a token that is not read yet,
+        no request is preempted, and None may also mean that the result has to come first.
         """
         ahead = bool(self._language_steps)
         self.language_due_s = math.inf
@@ -202,12 +210,13 @@ class StageScheduler:
         return step.plan
 
     def publish(self) -> None:
-        """Publishes computed blocks to the prefix cache while the lanes compute, so that it takes no time between two
-        steps."""
+        """Makes computed blocks findable in the prefix cache. Called while the lanes compute, so that it takes no time
+        between two steps."""
         self._requests.prefixes.publish()
 
     def expected_s(self, plan: LanguagePlan) -> float | None:
-        """Expected seconds of a language step in flight; None before any step of the kind was measured."""
+        """Expected seconds of a language step in flight: as the budgets predict for one alone on the device, else from
+        the latest steps. None if neither is known, i.e. without measured costs before the first language step."""
         load = self._language_steps[plan.step_id].load
         predicted_s = self._budgets.predict(load)
         return predicted_s if predicted_s is not None else self._times.expected_s(load.num_rows)
@@ -215,7 +224,8 @@ class StageScheduler:
     # ---- results
 
     def on_vision(self, result: VisionResult, now: float) -> list[RequestMessage]:
-        """Takes back a vision plan: its features are ready, or the request of a failed image ends."""
+        """Applies the result of the oldest vision plan: its features are ready, or the requests of failed images end.
+        Returns the Finished of those of its requests that have ended and that no other plan names."""
         assert self._vision_plans and self._vision_plans[0].step_id == result.step_id, "not the vision step that runs"
         plan = self._vision_plans.popleft()
         self._requests.observer.on_vision_done(result.started_s, result.ended_s, _work(plan))
@@ -225,7 +235,8 @@ class StageScheduler:
         return self._results.finish(self._results.on_vision(plan, result), now)
 
     def on_language(self, result: LanguageResult, now: float) -> list[RequestMessage]:
-        """Takes back a language plan: progress, tokens, and the requests that ended or failed."""
+        """Applies the result of the oldest language plan. Returns its prompt scores and tokens, then the Finished of
+        those of its requests that have ended and that no other plan names."""
         step = self._language_steps.pop(result.step_id)
         duration_s = result.ended_s - result.started_s
         gap_s = result.ended_s - self._language_ended_s if step.load.num_decodes else duration_s
@@ -244,7 +255,7 @@ class StageScheduler:
 
     @property
     def has_work(self) -> bool:
-        """True while some request has not ended."""
+        """True while the Finished of some request is still to come."""
         return bool(self._requests.states)
 
     def status(self) -> Status:
@@ -252,8 +263,10 @@ class StageScheduler:
         return scheduler_status(self._requests, self._results, self._budgets.report(), self._speeds.report())
 
     def ledger(self) -> LedgerReport:
+        """The blocks and slots that requests hold, and what is wrong with them; the instance adds the rest."""
         return self._requests.ledger.report(self._requests.states)
 
 
 def _work(plan: VisionPlan) -> Work:
+    """(request, patches) of each image of a vision step."""
     return [(item.request_id, item.num_patches) for item in plan.items]

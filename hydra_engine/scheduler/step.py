@@ -4,11 +4,11 @@ Allocates blocks, preempts and marks what is scheduled; the scheduler handles re
 request that waits for an encode is skipped. The rules of order and preemption are in `policy.py`, the arrays of decodes
 in `decodes.py`.
 
-A request that starts gets a sequence slot, the blocks of its whole prompt and the rest of the step's budget. Nothing is
-marked as scheduled before the step is complete, since planning may be given up. Requests start by urgency; a request
-that was bypassed too often is never bypassed again. The oldest request may preempt younger prefills that are stalled at
-an image even if it is not next by urgency: this guarantees progress, see `policy.py`. The cost does not grow with the
-number of waiting requests.
+A request starts if blocks are free for its whole prompt; it gets a sequence slot, the blocks of its first chunk and the
+rest of the step's budget. Nothing is marked as scheduled before the step is complete, since planning may be given up.
+Requests start by urgency; a request that was bypassed too often is never bypassed again. The oldest request may preempt
+younger prefills that are stalled even if it is not next by urgency: this guarantees progress, see `policy.py`. The cost
+does not grow with the number of waiting requests.
 """
 
 from __future__ import annotations
@@ -41,18 +41,19 @@ class NeedsResult(Exception):
 
 @dataclass(slots=True, eq=False)
 class StepBuilder:
-    """A language step while it is filled. `ahead`: a step is in flight, so no request is preempted."""
+    """A language step while it is filled. `ahead`: the step before it is in flight, so no request is preempted."""
 
     requests: RequestTable
     now: float
     ahead: bool
-    chunks: list[tuple[RequestState, int]] = field(default_factory=list)
+    chunks: list[tuple[RequestState, int]] = field(default_factory=list)  # (request, tokens)
     left: int = 0  # tokens of the budget that are left
 
     def chunk_of(self, state: RequestState) -> int:
-        """Number of tokens of a prefill's next chunk: at most the budget left, unless an image that must not be split
-        needs more. A request with one missing token (its KV was loaded or found) counts as a decode and needs no
-        budget: all decodes and these fit a step, since there are no more slots than a step has tokens."""
+        """Number of tokens of a prefill's next chunk, 0 if it is stalled or no budget is left: at most the budget left,
+        unless an image that must not be split needs more. A request that has generated a token, and misses only that
+        token's KV, counts as a decode and gets its token without budget: all decodes and these fit a step, since there
+        are no more slots than a step has tokens."""
         start, end = state.num_planned, state.num_computable
         if state.is_one_token_short:
             return 1
@@ -65,6 +66,7 @@ class StepBuilder:
         return any(other is state for other, _ in self.chunks)
 
     def add(self, state: RequestState, chunk: int) -> None:
+        """Adds a chunk of this many tokens, at the cost of the budget left; nothing for 0."""
         if chunk:
             self.chunks.append((state, chunk))
             self.left = max(0, self.left - chunk)
@@ -78,8 +80,8 @@ class StepBuilder:
 
 
 class Admission:
-    """The admission of requests: finds a sequence slot and blocks, while every running decode keeps one free block in
-    reserve, without which an admission would only cause preemption."""
+    """The search for a slot and blocks for a request that is to start. It leaves a free block to every running decode,
+    without which the start would only cause a preemption."""
 
     def __init__(self, requests: RequestTable, config: SchedulerConfig) -> None:
         self._requests = requests
@@ -89,6 +91,7 @@ class Admission:
 
     @property
     def is_full(self) -> bool:
+        """True if as many requests as may hold KV blocks do."""
         return len(self._kv.tables) >= self._max_seqs
 
     def find_blocks(
@@ -98,8 +101,9 @@ class Admission:
         step: OpenStep | None,
         next_victim: Callable[[], RequestState | None],
     ) -> list[int] | None:
-        """Finds a free slot and free blocks for `num_tokens` positions of a request; in a `step` it preempts
-        `next_victim()` until there are enough. Returns the request's cached blocks, or None. Allocates nothing."""
+        """Returns the request's cached blocks, possibly [], if there are a free slot and enough free blocks for
+        `num_tokens` positions, else None. Allocates nothing. In a `step` it first preempts `next_victim()` until there
+        are, or until that is None or must not be preempted; earlier victims stay preempted."""
         pool, reserve = self._kv.pool, len(self._requests.decoding)
         cached: list[int] | None = None
         while True:
@@ -114,18 +118,19 @@ class Admission:
 
 
 class PrefillStarter(Admission):
-    """The admission of waiting requests to a language step."""
+    """Starts waiting requests in a language step."""
 
     def __init__(self, requests: RequestTable, config: SchedulerConfig) -> None:
         super().__init__(requests, config)
         self._early_limit = self._max_seqs // 2  # starts before all images are encoded; the other half is for others
 
     def start(self, step: StepBuilder, blocked: RequestState | None) -> None:
-        """Starts waiting requests by urgency while budget, slots and blocks last, but none younger than `blocked`, a
-        running prefill for whose chunk too few blocks are free.
+        """Starts waiting requests by urgency while budget, slots and blocks last, up to the first one younger than
+        `blocked`: the running prefill for whose chunk too few blocks are free, None without one.
 
-        Younger requests may bypass one without free blocks `max_bypass` times; then none does, and freed blocks are
-        kept for it.
+        A request without free blocks is skipped, at most `policy.MAX_SKIPPED` in a step, until `max_bypass` younger
+        ones have started before it; then none does, and freed blocks are kept for it. Last comes the oldest request
+        that may preempt, if it was not tried yet.
         """
         requests = self._requests
         if not requests.waiting and not requests.encoding:
@@ -164,11 +169,12 @@ class PrefillStarter(Admission):
             self._try_start(oldest, step, num_early=0)
 
     def _try_start(self, state: RequestState, step: StepBuilder, num_early: int) -> bool | None:
-        """Starts a request if it can: it adopts its cached blocks and gets the blocks of its first chunk, or of
-        everything. True: started. False: no free slot or blocks. None: it waits for something else.
+        """Starts a request if it can: it adopts its cached blocks and gets those of its first chunk, or of all
+        positions if it was preempted before or does not decode here. True: started. False: too few free slots or
+        blocks. None: it waits for images and cannot start early. Sets the cause of its wait if it is not started.
 
-        Cached blocks may reach up to an image without features. Then there is no chunk yet, but the features before it
-        are freed, which the image may be waiting for.
+        Cached blocks may reach up to an image without features. Then there is no chunk yet, but the features of images
+        before it are freed, for whose blocks this image may be waiting.
         """
         requests, kv = self._requests, self._kv
         if state.images and state.relies_on_prefix_hit:
@@ -202,11 +208,11 @@ class PrefillStarter(Admission):
         return True
 
     def _candidates(self, seen: set[Order]) -> Iterator[RequestState]:
-        """Yields every candidate once by urgency; of those that wait for images only the first `_early_limit` (at most
-        `MAX_SKIPPED`) and the oldest.
+        """Yields the requests that may start by urgency, without those in `seen`, to which the caller adds each; of
+        those that wait for images only the first `_early_limit` (at most `MAX_SKIPPED`) and the oldest.
 
-        Requests bypassed too often, also within this step, come first: the oldest that waits for images, then the
-        oldest of the first `MAX_SKIPPED` others.
+        Requests bypassed too often, also within this step, come first: the oldest that waits for images if it may
+        preempt, then the `MAX_SKIPPED` oldest that wait for none.
         """
         waiting, encoding = self._requests.waiting, self._requests.encoding
         early = islice(encoding.by_urgency(), min(self._early_limit, policy.MAX_SKIPPED))
@@ -237,8 +243,8 @@ class LanguageStep:
 class LanguagePlanner:
     """The planner of language steps.
 
-    A step planned `ahead`, while the step before it runs, preempts no request; planning stops where that would be
-    needed. Blocks granted and requests started until then stay: the next plan would have done the same.
+    A step planned `ahead`, while the step before it runs, preempts no request; where that would be needed, planning is
+    given up. Blocks granted and requests started until then stay: the next plan would have done the same.
     """
 
     def __init__(self, requests: RequestTable, budgets: Budgets, config: SchedulerConfig) -> None:
@@ -248,7 +254,8 @@ class LanguagePlanner:
         self._starter = PrefillStarter(requests, config)
 
     def plan(self, step_id: StepId, now: float, *, ahead: bool, patches_in_flight: int) -> LanguageStep | None:
-        """The next step, or None if nothing can run (ahead: or if it cannot be planned yet)."""
+        """The next step, with blocks allocated and rows marked as scheduled. None if nothing can run or, `ahead`, if
+        planning was given up. `patches_in_flight`: patches of the vision plans in flight."""
         step = StepBuilder(self._requests, now, ahead=ahead)
         try:
             ready = self._ready_decodes(step)
@@ -269,7 +276,7 @@ class LanguagePlanner:
     def _rows(
         self, step_id: StepId, ready: Ready, step: StepBuilder, budget: StepBudget, *, ahead: bool
     ) -> LanguageStep | None:
-        """Marks all of the step as scheduled, and returns it; None if it has no rows."""
+        """Builds the plan and marks its rows as scheduled; None if it has no rows."""
         if not len(ready.starts) and not step.chunks:
             return None
         decodes = self._requests.decodes.take_rows(ready, ahead=ahead)
@@ -280,9 +287,9 @@ class LanguagePlanner:
     # ---- decodes
 
     def _ready_decodes(self, step: StepBuilder) -> Ready:
-        """The decodes that have a block for their next token. If blocks are missing, the youngest running request is
-        preempted, possibly the decode itself. A decode that runs alone waits instead: blocks of a request that is about
-        to end will be free soon."""
+        """The decodes of the step: those that may compute a row and have a block for it, allocated here if needed.
+        While too few are free, the youngest running request is preempted, possibly the decode itself. A decode that
+        runs alone waits instead: blocks of a request that is about to end will be free soon."""
         table = self._requests.decodes
         ready = table.ready()
         without = table.without_next_block(ready)
@@ -298,7 +305,7 @@ class LanguagePlanner:
 
     def _grow_by_age(self, states: list[RequestState], step: StepBuilder) -> None:
         """Allocates a block for each of these decodes, the oldest first, preempting the youngest running request if
-        needed."""
+        needed. Leaves out one that runs alone, is preempted itself, or whose victim must not be preempted now."""
         requests, table = self._requests, self._requests.decodes
         for state in sorted(states, key=lambda state: state.order):
             request_id = state.request.id
@@ -314,11 +321,12 @@ class LanguagePlanner:
     # ---- running prefills
 
     def _continue_prefills(self, step: StepBuilder) -> RequestState | None:
-        """Adds the chunks of running prefills; returns the first prefill for whose chunk too few blocks are free, or
-        None.
+        """Adds the chunks of running prefills by age, after those that count as decodes, and sets the cause of the wait
+        of prefills without a chunk. Stops at the first one for whose chunk too few blocks are free, and returns it;
+        None if there is none.
 
-        A prefill with more to compute uses up the budget, so a request that starts on the rest of the budget finds the
-        blocks of all running prefills allocated. A prefill stalled at an image reserves nothing and delays no other.
+        A prefill with more to compute uses up the budget: if budget is left for a start, all running prefills have the
+        blocks that they need. A stalled prefill reserves nothing and delays no other.
         """
         for state in sorted(self._requests.prefilling, key=lambda state: not state.is_one_token_short):
             if state not in self._requests.prefilling:
@@ -338,10 +346,11 @@ class LanguagePlanner:
         return None
 
     def _grow_for_chunk(self, state: RequestState, num_tokens: int, step: StepBuilder) -> bool:
-        """Allocates blocks for a chunk, preempting younger prefills if needed; False if that is not enough.
+        """Allocates blocks for positions [0, num_tokens), preempting younger prefills if needed, the youngest first;
+        False if that is not enough, or if the connector needs the blocks of the youngest for now.
 
-        Decodes are not preempted, nor the one-token chunks of requests with loaded KV, which come before all prefills:
-        both have their rows already, and free their blocks by ending or by being preempted for themselves.
+        Decodes are not preempted, nor requests with a chunk in this step already, which count as decodes: their blocks
+        become free when they end or are preempted for their own next block.
         """
         while not self._kv.grow(state.request.id, num_tokens, capacity=state.request.max_total_tokens):
             younger = [other for other in self._requests.prefilling if other.order > state.order and other not in step]
@@ -352,8 +361,8 @@ class LanguagePlanner:
     # ---- rows
 
     def _chunk_row(self, state: RequestState, chunk: int) -> ChunkRow:
-        """The row of a chunk; marks its tokens as scheduled and, if it is the last chunk, adds the request to the
-        decodes."""
+        """The row of a chunk; marks its tokens as scheduled and, if it is the last chunk and the request decodes here,
+        adds the request to the table of decodes."""
         start, end = state.num_planned, state.num_planned + chunk
         request_id = state.request.id
         seq_slot, table = self._requests.seq_slots.slot_of[request_id], self._kv.tables[request_id]
@@ -377,7 +386,7 @@ class LanguagePlanner:
         )
 
     def _image_slices(self, state: RequestState, start: int, end: int) -> tuple[ImageSlice, ...]:
-        """The parts of image spans within token positions [start, end)."""
+        """The parts of image spans within token positions [start, end), with the blocks of their features."""
         slices = []
         for index, image in enumerate(state.request.images):
             first, last = max(image.start, start), min(image.end, end)
@@ -392,7 +401,8 @@ def pending_work(
 ) -> PendingWork:
     """The work at hand for the budgets when a language step is planned, without latency limits. Counts at most
     `MAX_SEEN` requests of a queue, so its cost does not grow with the number that waits. `ready`: the decodes of the
-    step. `can_start`: there is a free slot for a waiting request."""
+    step. `patches_in_flight`: patches of the vision plans in flight. `can_start`: there is a free slot for a waiting
+    request; otherwise none is counted."""
     num_prefills = prefill_tokens = prefill_context = 0
     waiting = islice(requests.waiting.by_urgency(), MAX_SEEN) if can_start else ()
     for state in chain(islice(requests.prefilling, MAX_SEEN), waiting):

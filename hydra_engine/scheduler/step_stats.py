@@ -42,19 +42,21 @@ class Window:
 
     def quantile(self, share: float) -> float:
         """The value that the next one exceeds with a probability of at most 1 - `share`, if it is distributed like the
-        window."""
+        window; the largest value if the window is too short for that. Raises IndexError if it is empty."""
         rank = min(len(self._sorted) - 1, int(share * (len(self._sorted) + 1)))
         return self._sorted[rank]
 
     @property
     def median(self) -> float:
+        """Median of the window. Raises IndexError if it is empty."""
         middle = len(self._sorted) // 2
         return self._sorted[middle] if len(self._sorted) % 2 else (self._sorted[middle - 1] + self._sorted[middle]) / 2
 
 
 class MeansBySize:
-    """Moving means of seconds by size. `new_share`: the weight of the newest step. `averages_first`: the first steps of
-    a size all weigh the same. `max_of_mean`: a longer step counts as this multiple of the mean."""
+    """Moving means of seconds by size, the bit length of an amount. `new_share`: weight of the newest step.
+    `averages_first`: the first steps of a size all weigh the same. `max_of_mean`: a longer step counts as this multiple
+    of the mean."""
 
     def __init__(self, new_share: float, *, averages_first: bool = False, max_of_mean: float = math.inf) -> None:
         self._new_share = new_share
@@ -70,12 +72,12 @@ class MeansBySize:
         self._means[size] = count + 1, mean_s + share * (counted_s - mean_s)
 
     def mean_s(self, amount: int) -> float | None:
-        """The mean of the size of this amount; None before the first step of that size."""
+        """Mean seconds of steps of this size, i.e. with an amount of the same bit length; None before the first one."""
         found = self._means.get(amount.bit_length())
         return None if found is None else found[1]
 
     def by_size(self, min_steps: int = 1) -> dict[int, float]:
-        """The means of the sizes with at least `min_steps` steps."""
+        """Bit length -> mean seconds, of the sizes with at least `min_steps` steps."""
         return {size: mean_s for size, (count, mean_s) in self._means.items() if count >= min_steps}
 
 
@@ -100,7 +102,7 @@ class StepTimes:
 
     @property
     def shortest_s(self) -> float:
-        """Fixed cost of a step: the moving mean of the cheapest size; 0.0 before the first."""
+        """The smallest of the moving means, about the fixed cost of a step; 0.0 before the first step."""
         return min(self._means.by_size().values(), default=0.0)
 
     @property
@@ -110,7 +112,7 @@ class StepTimes:
 
 
 class SpeedMeter:
-    """Mean durations of the steps of this instance: steps with prefill, decode steps and vision steps."""
+    """Moving means of the durations of steps by size: language steps with prefill, those without, and vision steps."""
 
     def __init__(self) -> None:
         self._prefill, self._decode, self._vision = (
@@ -138,7 +140,8 @@ class TypicalSteps:
         self._per_token = Window(_RECENT)
 
     def learn(self, load: LanguageLoad, duration_s: float) -> None:
-        """Records a step. Tokens of chunks are learned from what a step takes beyond its decodes."""
+        """Records a step. One with chunks gives the time per token, as its time beyond that of its decodes; it is
+        ignored if that is not known yet."""
         if not load.prefill_tokens:
             size = load.num_decodes.bit_length()
             if size not in self._decodes:
@@ -150,11 +153,11 @@ class TypicalSteps:
             self._per_token.add(max(0.0, duration_s - (decode_s or 0.0)) / load.prefill_tokens)
 
     def decode_s(self, num_decodes: int) -> float | None:
-        """Seconds of a step of about `num_decodes` decodes and no chunks; None before any such step."""
+        """Median seconds of steps without chunks, of the size nearest to `num_decodes`; None before the first one."""
         size = num_decodes.bit_length()
         nearest = min(self._decodes, key=lambda other: abs(other - size), default=None)
         return None if nearest is None else self._decodes[nearest].median
 
     def per_token_s(self) -> float | None:
-        """Seconds that one token of a chunk adds to a step; None before any step with chunks."""
+        """Median seconds that one token of a chunk adds to a step; None before the first recorded step with chunks."""
         return self._per_token.median if len(self._per_token) else None

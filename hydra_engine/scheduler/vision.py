@@ -1,10 +1,10 @@
 """Fills a vision step: which images are encoded next, and into which blocks of the image cache.
 
-Images are taken by the urgency of their requests while blocks are free for every image ahead, otherwise by arrival; the
-images of one request by their place in the prompt. Language steps do not delay it, so no amount of prefill postpones an
-encode: while the image cache has blocks, an image waits at most for the images before it in that order and for the
-vision step in flight. Blocks are freed as older requests are prefilled, or as the features of encode jobs are fetched.
-The rules of age are in `policy.py`.
+Images are encoded by the urgency of their requests while blocks are free, otherwise by age; the images of one request
+by their place in the prompt. Language steps do not delay them, so no amount of prefill postpones an encode: while the
+image cache has blocks, an image waits at most for the images before it in that order and for the vision step in flight.
+Blocks are freed as older requests are prefilled, or as the features of encode jobs are fetched. The rules of age are in
+`policy.py`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from hydra_engine.scheduler.requests import RequestTable
 class VisionPlanner:
     """The planner of vision steps.
 
-    Blocks are granted in order, all of an image at once, and never to a later image while an earlier one has none. By
-    arrival, with `policy.features_to_evict`, that leaves no cycle of waiting, even if the cache holds only one image.
-    Urgency evicts nothing, and may delay the oldest waiting image by no more than the patience.
+    Blocks are granted in order, all of an image at once, and never to a later image while an earlier one has none (an
+    encode job beyond the jobs' quota delays only other jobs). By age, with `policy.features_to_evict`, that leaves no
+    cycle of waiting, even if the cache holds only one image. The order by urgency evicts nothing; it is not used once
+    the images of the oldest request have waited for `encode_patience_s`.
     """
 
     def __init__(self, requests: RequestTable, budgets: Budgets, config: SchedulerConfig) -> None:
@@ -35,7 +36,8 @@ class VisionPlanner:
         self._patience_s = config.encode_patience_s
 
     def plan(self, step_id: StepId, now: float) -> VisionPlan | None:
-        """The next step, or None if nothing can be encoded. Its first image may exceed the budget."""
+        """The next step, with blocks allocated for its features; None if nothing can be encoded. Its first image may
+        exceed the budget."""
         unencoded = self._requests.unencoded
         self._requests.connector.before_vision()
         items: list[EncodeItem] = []
@@ -50,8 +52,10 @@ class VisionPlanner:
         return VisionPlan(step_id, tuple(items))
 
     def _fill(self, states: Iterable[RequestState], now: float, *, may_evict: bool) -> list[EncodeItem]:
-        """Chooses the images of a step. An image larger than the rest of the budget is skipped: its blocks are reserved
-        and smaller images fill the step, but none after an image that has waited longer than the patience."""
+        """Chooses the images of a step and allocates their blocks, until an image finds too few free blocks or the
+        budget is used up. An image larger than the rest of the budget is skipped: blocks for it stay free, and smaller
+        images behind it fill the step, unless it has waited for `encode_patience_s`. `may_evict`: features of later
+        images may be evicted, if no blocks have to stay free."""
         budget, connector = self._budgets.vision(), self._requests.connector
         items: list[EncodeItem] = []
         used = reserved = num_skipped = 0
@@ -79,10 +83,11 @@ class VisionPlanner:
         return items
 
     def _is_impatient(self, state: RequestState | None, now: float) -> bool:
+        """True if there is a request and its images have waited for `encode_patience_s`."""
         return state is not None and now - state.image_wait_since_s >= self._patience_s
 
     def _item(self, state: RequestState, index: int, now: float) -> EncodeItem:
-        """Reserves blocks for the features of an image. Returns its item of the plan."""
+        """Allocates the blocks for the features of an image, which must be free. Returns its item of the plan."""
         request, image = state.request, state.request.images[index]
         self._requests.images.reserve(state, index, now)
         return EncodeItem(
@@ -96,8 +101,9 @@ class VisionPlanner:
 
 
 def _images(states: Iterable[RequestState]) -> Iterator[tuple[RequestState, int]]:
-    """Images that wait for an encode here, request by request. Encode jobs for one request are adjacent; their images
-    come in the order of its prompt, in which they are needed."""
+    """Yields (request, image index) of the images that wait for an encode here, request by request. Adjacent encode
+    jobs of one age are parts of one request: their images come in the order of its prompt, in which they are
+    needed."""
     for age, group in groupby(states, key=lambda state: state.order[0] if state.is_encode_job else None):
         pairs = ((state, index) for state in group for index in range(len(state.images)))
         for state, index in pairs if age is None else sorted(pairs, key=lambda pair: policy.image_order(*pair)):
