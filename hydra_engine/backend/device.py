@@ -121,7 +121,7 @@ class Partitions(Protocol):
         """Sets the partition that jobs run on while both lanes have work. The present job of the language lane calls
         this, and its further launches move too.
 
-        No lane gets SMs that a job of the other lane still uses, so a job may run on a smaller partition.
+        No lane gets SMs that a job of the other lane still uses, so a job may run on another partition.
         """
         ...
 

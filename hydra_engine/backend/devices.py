@@ -28,18 +28,20 @@ Status = Literal["ok", "no_extension", "not_built", "no_driver", "driver_too_old
 
 @dataclass(frozen=True, slots=True)
 class CudaDeviceInfo:
+    """A GPU as the driver reports it."""
+
     index: int
     name: str
     capability: tuple[int, int]
     num_sms: int
     memory_bytes: int
     usable: bool  # the extension has code for its capability
-    has_mps: bool = False  # NVIDIA's multi-process service runs for it
+    has_mps: bool = False  # NVIDIA's multi-process service (MPS) runs for it
 
 
 @dataclass(frozen=True, slots=True)
 class CudaProbe:
-    """CUDA as the extension finds it. Torch is not asked: its builds have code for other devices."""
+    """CUDA as the native extension finds it; torch's builds have code for other devices (`CudaSupport`)."""
 
     status: Status
     problem: str  # a sentence, empty if ok
@@ -51,8 +53,8 @@ class CudaProbe:
 
 @dataclass(frozen=True, slots=True)
 class CudaSupport:
-    """The probe, with a clause each on why torch or Triton cannot be used; empty if they can, or if the probe is not
-    ok."""
+    """The probe, and the reasons why torch and Triton cannot be used, a clause each; empty if they can, or if the
+    probe's status is not "ok", when they are not asked."""
 
     probe: CudaProbe
     torch_problem: str = ""
@@ -61,17 +63,20 @@ class CudaSupport:
 
 @dataclass(frozen=True, slots=True)
 class ChosenDevice:
+    """The device of an instance, and why it was chosen, a clause."""
+
     name: str  # "cpu", "cuda:0"
-    index: int | None  # of the GPU
-    num_sms: int
+    index: int | None  # of the GPU, None on a CPU
+    num_sms: int  # 0 on a CPU
     reason: str
     capability: tuple[int, int] | None = None  # of the GPU
 
 
 def probe() -> CudaProbe:
-    """Asks the driver for its devices. Never raises, creates no context, takes milliseconds.
+    """Asks the driver for its devices, which takes milliseconds and creates no context; problems are in the result.
 
-    Initialises the driver, if there is one: call it only in a process that forks no workers.
+    Initialises the driver, if there is one: call it only in a process that forks no workers. Raises ConfigError only if
+    HYDRA_MAX_CPU_ISA is no instruction level.
     """
     extension, problem = load_extension()
     if extension is None:
@@ -82,13 +87,13 @@ def probe() -> CudaProbe:
 
 
 def cuda_support() -> CudaSupport:
-    """CUDA support of this machine and installation. Initialises the driver as `probe` does."""
+    """CUDA support of this machine and installation. Initialises the driver and raises as `probe`."""
     cuda = probe()
     return CudaSupport(cuda, _torch_problem(), _triton_problem()) if cuda.status == "ok" else CudaSupport(cuda)
 
 
 def refusal(support: CudaSupport, index: int) -> str:
-    """The reason why GPU `index` cannot be used, a clause; empty if it can."""
+    """The reason why GPU `index` (0 or more) cannot be used, a clause; empty if it can."""
     probe = support.probe
     if probe.devices and index >= len(probe.devices):
         shown = "is 1 GPU" if len(probe.devices) == 1 else f"are {len(probe.devices)} GPUs"
@@ -105,9 +110,10 @@ def refusal(support: CudaSupport, index: int) -> str:
 
 
 def choose_device(device: str, support: CudaSupport) -> ChosenDevice:
-    """Chooses the device from `support`. device: "auto", "cpu", "cuda" or "cuda:N".
+    """Chooses the device from `support`. device: "auto" (GPU 0 if it can be used, else the CPU), "cpu", "cuda" (GPU 0)
+    or "cuda:N".
 
-    Raises ConfigError for other words, and BackendError with the reason if a GPU that was asked for cannot be used.
+    Raises ConfigError for any other, and BackendError with the reason if a GPU that was asked for cannot be used.
     """
     if device == CPU:
         return ChosenDevice(CPU, None, 0, "as asked")
@@ -124,7 +130,11 @@ def choose_device(device: str, support: CudaSupport) -> ChosenDevice:
 
 
 def resolve(device: str) -> ChosenDevice:
-    """Probes this machine and returns `choose_device`. Logs one line if "auto" does not take a GPU."""
+    """Returns `choose_device` with the support of this machine, which is probed unless `device` is "cpu".
+
+    Logs one line if "auto" chooses the CPU: a warning, unless there is no GPU, driver or GPU build. Raises as
+    `choose_device` and `probe`.
+    """
     if device == CPU:
         return ChosenDevice(CPU, None, 0, "as asked")
     support = cuda_support()
@@ -136,13 +146,14 @@ def resolve(device: str) -> ChosenDevice:
 
 
 def names() -> tuple[str, ...]:
-    """Devices that an instance can be placed on. GPUs that cannot be used are listed too; they are refused, with the
-    reason, when the instance starts."""
+    """Names of the devices of this machine: "cpu", "cuda:0", ... GPUs that cannot be used are listed too; an instance
+    on one is refused, with the reason, when it starts. Initialises the driver and raises as `probe`."""
     return (CPU, *(f"cuda:{device.index}" for device in probe().devices))
 
 
 def gpu_name(device: str) -> str:
-    """Name of the GPU as its driver reports it; empty for a CPU."""
+    """Name of the GPU as its driver reports it; empty for a CPU or a GPU that is not there. Initialises the driver as
+    `probe`, unless it is a CPU."""
     match = _CUDA.fullmatch(device)
     if match is None:
         return ""
@@ -151,14 +162,14 @@ def gpu_name(device: str) -> str:
 
 def is_time_sliced(device: str) -> bool:
     """True if processes on this device never compute at the same moment: a GPU without NVIDIA's multi-process service
-    (MPS). Asks the driver as `probe` does."""
+    (MPS). False for a CPU, and for a GPU that is not there. Initialises the driver as `probe`."""
     match = _CUDA.fullmatch(device)
     index = int(match[1] or 0) if match is not None else -1
     return any(not info.has_mps for info in probe().devices if info.index == index)
 
 
 def load_extension() -> tuple[ModuleType | None, str | None]:
-    """Returns (native extension, None), or (None, a sentence on why it cannot be used).
+    """Returns (native extension, None), or (None, why it cannot be used, a clause).
 
     Raises ConfigError if HYDRA_MAX_CPU_ISA is no instruction level.
     """
@@ -180,6 +191,7 @@ def _chosen(support: CudaSupport, index: int, reason: str) -> ChosenDevice:
 
 
 def _torch_problem() -> str:
+    """The reason why torch cannot use a GPU, a clause; empty if it can."""
     torch: Any = importlib.import_module("torch")
     if torch.version.cuda is None:
         return f"torch {torch.__version__} was built without CUDA; install a build with it"
@@ -189,6 +201,7 @@ def _torch_problem() -> str:
 
 
 def _triton_problem() -> str:
+    """The reason why Triton or this project's kernels for it cannot be imported, a clause; empty if they can."""
     for name in ("triton", "hydra_kernels"):
         try:
             importlib.import_module(name)

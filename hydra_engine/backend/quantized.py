@@ -63,10 +63,10 @@ class QuantizedWeight:
     """A matrix [num_out, K] in `num_bits` 8, 6 or 4.
 
     values: 8 bits: int8 or FLOAT8 [num_out, K]; 6 bits: int8 from -32 to 31; 4 bits: uint8 [num_out, K / 2], two
-    numbers 0..15 per byte, the even k in the lower half. scales: [num_out, G] of one of SCALE_DTYPES, which kernels
-    keep. offsets: float32 [num_out, G], or None for zeros. G divides K. Two levels, for 6 and 4 bits: scales and
-    offsets are int8, block_scales float16 [num_out, K / 256, 1, or 2 with offsets], and groups do not cross blocks.
-    Raises ValueError that names the field.
+    numbers 0..15 per byte, the even k in the lower half. scales: [num_out, G] of one of SCALE_DTYPES, G groups of K / G
+    inputs. offsets: float32 [num_out, G], or None for zeros. Two levels (block_scales is not None; 6 or 4 bits):
+    scales and offsets are int8, block_scales float16 [num_out, K / 256, 1, or 2 with offsets], and groups do not cross
+    blocks. w is computed from them by the module's formulas. Raises ValueError that names the field.
     """
 
     values: Tensor
@@ -124,6 +124,7 @@ class QuantizedWeight:
 
     @property
     def is_float(self) -> bool:
+        """True if the values are 8-bit floats (FLOAT8), False if integers."""
         return self.values.dtype is FLOAT8
 
     @property
@@ -132,6 +133,7 @@ class QuantizedWeight:
 
     @property
     def group_size(self) -> int:
+        """Inputs that share a scale; all K inputs of an output if it has one scale."""
         return self.num_in // self.scales.shape[1]
 
     @property
@@ -142,12 +144,12 @@ class QuantizedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors. Kernels pack 6-bit values into 3/4 of their bytes."""
+        """Bytes of these tensors. Kernels pack 6-bit values, of a byte each here, into 3/4 of it."""
         parts = self.values, self.scales, self.offsets, self.block_scales
         return sum(part.nbytes for part in parts if part is not None)
 
     def numbers(self) -> Tensor:
-        """The values - zero: int8 or FLOAT8 [num_out, K]."""
+        """The values minus the format's zero (8 for 4 bits, else 0), unpacked: int8 or FLOAT8 [num_out, K]."""
         if self.num_bits != 4:
             return self.values
         return torch.stack((self.values & 15, self.values >> 4), dim=2).flatten(1).to(torch.int8) - _ZERO[4]
@@ -165,7 +167,8 @@ class QuantizedWeight:
         return result
 
     def flatten_scales(self) -> QuantizedWeight:
-        """The same weight with the float32 scales and offsets that two levels stand for; 6 bits become 8."""
+        """Returns the weight with one level of scales: block scales are multiplied into float32 scales and offsets of
+        groups, and 6-bit values are declared 8-bit. The weight itself if it has one level."""
         if self.block_scales is None:
             return self
         steps = self.block_scales.float()[:, :, :, None]
@@ -181,12 +184,15 @@ class QuantizedWeight:
         return self._each(lambda part: part.to(device))
 
     def rows(self, order: Tensor | slice) -> QuantizedWeight:
-        """Selects outputs by index [M] int64 or slice."""
+        """Returns the weight of the selected outputs only. order: [M] int64, or a slice."""
         return self._each(lambda part: part[order])
 
     def padded(self, num_out: int, num_in: int) -> QuantizedWeight:
-        """Adds `num_out` zero outputs and `num_in` inputs, for rows of x that are zero there (offsets are added to the
-        new inputs' weights too). Raises ValueError for new inputs if inputs are in groups."""
+        """Returns the weight with `num_out` more outputs, of zero weights, and `num_in` more inputs.
+
+        x must be zero at the new inputs: their values are zero, but their weights have the offsets. Raises ValueError
+        for new inputs if an output has several groups.
+        """
         if num_in and self.scales.shape[1] > 1:
             raise ValueError(f"num_in: expected 0 for inputs in groups of {self.group_size}, got {num_in}")
         longer = self._each(lambda part: pad(part, (*[0, 0] * (part.dim() - 1), 0, num_out)))
@@ -198,18 +204,20 @@ class QuantizedWeight:
         return replace(longer, values=wider)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> QuantizedWeight:
+        """Returns the weight with each of its tensors changed."""
         offsets, block_scales = (None if part is None else change(part) for part in (self.offsets, self.block_scales))
         return QuantizedWeight(change(self.values), change(self.scales), offsets, self.num_bits, block_scales)
 
     def scaled(self, factors: Tensor) -> QuantizedWeight:
-        """Multiplies every output by its factor, [num_out]. The scales become float32."""
+        """Returns the weight with every output multiplied by its factor, [num_out], with one level of float32
+        scales."""
         plain, wide = self.flatten_scales(), factors.float()[:, None]
         offsets = None if plain.offsets is None else plain.offsets * wide
         return replace(plain, scales=plain.scales.float() * wide, offsets=offsets)
 
 
 def stacked(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Concatenates the outputs of weights, which must have equal `stack_key`."""
+    """Concatenates the outputs of weights, at least one, which must have equal `stack_key` (not checked)."""
     if len(parts) == 1:
         return parts[0]
     return QuantizedWeight(
@@ -222,14 +230,16 @@ def stacked(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def _joined(parts: list[Tensor]) -> Tensor | None:
+    """The parts, concatenated along outputs; None if there are none."""
     return torch.cat(parts) if parts else None
 
 
 def quantized(weight: Tensor, num_bits: int, group_size: int, scale_dtype: torch.dtype) -> QuantizedWeight:
-    """Quantises weight [num_out, K] of a float type, symmetric, rounded to nearest: -127..127 (4 bits: -7..7) per
-    group.
+    """Quantises weight [num_out, K] of a float type to 8 or 4 bits: symmetric per group of `group_size` inputs, a
+    divisor of K.
 
-    The scale of a group is its largest magnitude / 127 (7), rounded to `scale_dtype` before it divides.
+    The scale of a group is its largest magnitude / 127 (4 bits: / 7), rounded to `scale_dtype` before it divides;
+    numbers are rounded to nearest, ties to even, and clamped to +-127 (4 bits: +-7). Zeros if the scale is 0.
     """
     wide = weight.float().unflatten(1, (-1, group_size))
     largest = _LARGEST[num_bits]
@@ -240,7 +250,7 @@ def quantized(weight: Tensor, num_bits: int, group_size: int, scale_dtype: torch
 
 
 def packed_numbers(numbers: Tensor, num_bits: int) -> Tensor:
-    """Packs int8 numbers [num_out, K], values - zero, into `QuantizedWeight.values`."""
+    """Packs int8 numbers [num_out, K] into `QuantizedWeight.values`, of which they are `numbers()`."""
     if num_bits != 4:
         return numbers
     pairs = (numbers + _ZERO[4]).to(torch.uint8).unflatten(1, (-1, 2))
@@ -248,8 +258,11 @@ def packed_numbers(numbers: Tensor, num_bits: int) -> Tensor:
 
 
 def quantized_rows(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Quantises x [T, K] of a float type by the module's formulas: q float32 [T, G, P, 128], zero-padded, s float32 [T,
-    G, P]."""
+    """Quantises x [T, K] of a float type by the module's formulas. Returns (q float32 [T, G, P, 128], s float32 [T, G,
+    P]), P parts of 128 inputs per group.
+
+    The last part of a group is zero-padded. A part with a number that is not finite has zeros and a NaN as s.
+    """
     wide = x.float().unflatten(1, (-1, group_size))
     wide = pad(wide, (0, -group_size % PART)).unflatten(2, (-1, PART))
     top = wide.abs().amax(-1)
@@ -266,7 +279,7 @@ def quantized_rows(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
 
 
 def reference_product(x: Tensor, weight: QuantizedWeight) -> Tensor:
-    """The product y [T, num_out] float32 by the module's formulas, in plain torch.
+    """The product y [T, num_out] float32 of x [T, K] by the module's formulas for integers, in plain torch on the CPU.
 
     Float64 stands in for fused multiply-adds: it holds every product exactly, and its second rounding changes the last
     bit of a sum now and then.
@@ -299,7 +312,8 @@ def float8_rows(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
 
 
 def float8_product(x: Tensor, weight: QuantizedWeight) -> Tensor:
-    """The product y [T, num_out] float32 of rounded rows and 8-bit floats by the module's formulas, in plain torch."""
+    """The product y [T, num_out] float32 of x [T, K], rounded to 8-bit floats, and a weight of 8-bit floats, by the
+    module's formulas, in plain torch."""
     assert weight.is_float
     rows, steps = float8_rows(x, weight.group_size)
     groups = (part.float().unflatten(1, (-1, weight.group_size)) for part in (rows, weight.values))
@@ -308,8 +322,8 @@ def float8_product(x: Tensor, weight: QuantizedWeight) -> Tensor:
 
 
 def float8_block_scales(scales: Tensor) -> Tensor | None:
-    """Scales [num_out, G] -> [ceil(num_out / FLOAT8_BLOCK), G] if each FLOAT8_BLOCK consecutive outputs share theirs,
-    else None. Waits for the device."""
+    """Returns the scales of blocks, [ceil(num_out / FLOAT8_BLOCK), G], of scales [num_out, G]; None unless each
+    FLOAT8_BLOCK consecutive outputs have equal ones. Waits for the device."""
     first = scales[::FLOAT8_BLOCK]
     same = torch.equal(first.repeat_interleave(FLOAT8_BLOCK, dim=0)[: scales.shape[0]], scales)
     return first.contiguous() if same else None

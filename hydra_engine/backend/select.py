@@ -53,13 +53,15 @@ def create_backend(
 ) -> Backend:
     """Creates the backend of an instance.
 
-    device: "auto", "cpu" or "cuda:N". dtype: of activations. backend: one of BACKENDS. deterministic: as
+    device: "auto", "cpu", "cuda" or "cuda:N". dtype: of activations. backend: one of BACKENDS. deterministic: as
     `resolve_deterministic` takes it. threads: per lane, None for all usable cores. lane_priority: a key of NICENESS.
-    sm_split: as `EngineConfig.sm_counts`, () for none. attention: a result of `resolve_attention`; "auto" measures the
-    kernels of a GPU, which needs `shapes`. profiles: folder of kept measurements, None to keep none. for_this_thread:
-    also sets thread counts and GPU of the calling thread, so that loading weights uses them.
+    sm_split: SMs of the language lane in each partition (`Partitions`), () not to divide the GPU. attention: of a GPU,
+    a result of `resolve_attention`; "auto" measures its kernels with the model's `shapes`, needed then alone. profiles:
+    folder where measurements are kept, None to keep none. for_this_thread: also sets thread counts and GPU of the
+    calling thread, so that loading weights uses them.
 
-    Raises ConfigError for a wrong argument, and BackendError if a device or backend asked for by name cannot be used.
+    Raises ConfigError for a wrong argument, and BackendError if a device or backend asked for by name cannot be used or
+    the GPU not be divided.
 
         backend = create_backend("cpu", torch.float32, threads=2)
     """
@@ -86,10 +88,11 @@ def create_backend(
 
 @contextmanager
 def all_cores(backend: Backend) -> Iterator[None]:
-    """Lets ops of the calling thread use all cores of this process inside the context, however few threads a lane has.
+    """Lets ops of the calling thread use all cores of this process inside the context, however few threads a lane has;
+    then sets its threads to those of a lane.
 
-    Meant for loading: nothing runs beside it, and packed weights do not depend on the number of threads. To keep cores
-    free at start too, limit the process (taskset, a container).
+    Meant for loading, when no lane has work; packed weights do not depend on the number of threads. To keep cores free
+    at start too, limit the process (taskset, a container).
     """
     _set_threads(max(usable_cores(), backend.threads))
     try:
@@ -99,12 +102,14 @@ def all_cores(backend: Backend) -> Iterator[None]:
 
 
 def op_choices(device: str, *, backend: str = "auto") -> tuple[OpChoice, ...]:
-    """The `Ops.choices` of such a backend. Sets no threads and touches no GPU."""
+    """The `Ops.choices` of a float32 backend, made for this question. Sets no threads and launches nothing. Parameters
+    and errors as of `create_backend`."""
     return create_backend(device, torch.float32, backend=backend, threads=1, for_this_thread=False).ops.choices()
 
 
 def resolve_device(device: str, backend: str = "auto") -> ChosenDevice:
-    """Chooses the device on this machine; "native" and "reference" always choose the CPU.
+    """Chooses the device on this machine, as `devices.resolve`; with backend "native" or "reference", "auto" is the
+    CPU.
 
     Raises ConfigError if `backend` is unknown or does not run on `device`, else as `devices.resolve`.
     """
@@ -120,9 +125,10 @@ def resolve_device(device: str, backend: str = "auto") -> ChosenDevice:
 
 
 def resolve_deterministic(deterministic: bool | None, device: str) -> tuple[bool, str | None]:
-    """Returns (whether ops are batch-invariant on `device`, a note for the user or None).
+    """Returns (True if ops are to be batch-invariant, a note for the user or None).
 
-    deterministic None: True on a CPU, where it is free. device: "cpu" or "cuda:N".
+    deterministic: None for the device's default, True on a CPU, where it costs nothing, False with a note on a GPU.
+    device: "cpu" or "cuda:N".
     """
     if deterministic is not None:
         return deterministic, None
@@ -132,10 +138,11 @@ def resolve_deterministic(deterministic: bool | None, device: str) -> tuple[bool
 
 
 def resolve_sm_split(sm_split: str, num_sms: int) -> str:
-    """`EngineConfig.sm_split` with "auto" resolved for a device of `num_sms` SMs, 0 for a CPU.
+    """Returns the setting `sm_split`, with "auto" replaced for a device of `num_sms` SMs (0 for a CPU).
 
-    "auto" is quarters: every further partition needs a set of captured language steps, and finer control is left to the
-    gate between the lanes.
+    "auto" becomes a quarter, a half and three quarters of the SMs ("32,64,96"), rounded down to SM_GRANULE, or "off" if
+    a quarter is less than that. Not finer, since every partition needs captured language steps of its own, and the gate
+    between the lanes controls the rest.
     """
     if sm_split.strip().lower() != "auto":
         return sm_split
@@ -146,10 +153,11 @@ def resolve_sm_split(sm_split: str, num_sms: int) -> str:
 def resolve_dtype(
     dtype: str, checkpoint_dtype: str, backend: str = "auto", device: str = CPU
 ) -> tuple[torch.dtype, str]:
-    """Returns (compute dtype, the reason).
+    """Returns (dtype of activations, the reason, which also says if matrices keep another).
 
-    dtype: "auto" or a key of DTYPES. checkpoint_dtype: of the stored weights. device: "cpu" or "cuda:N". Raises
-    ConfigError for another `dtype`.
+    dtype: "auto" or a key of DTYPES. checkpoint_dtype: of the stored weights, as "bfloat16". backend: one of BACKENDS.
+    device: "cpu" or "cuda:N". "auto" is the checkpoint's 16-bit dtype on a GPU, bfloat16 on a CPU with native ops and a
+    bfloat16 dot product, else float32. Raises ConfigError for another `dtype`.
     """
     chosen, reason = _resolve_dtype(dtype, checkpoint_dtype, backend, device)
     kept = weights_dtype(chosen, checkpoint_dtype, backend, device)
@@ -157,16 +165,17 @@ def resolve_dtype(
 
 
 def weights_dtype(dtype: torch.dtype, checkpoint_dtype: str, backend: str = "auto", device: str = CPU) -> torch.dtype:
-    """Dtype of matrices if activations are `dtype`: native products of float32 rows read 16-bit weights as they are
-    stored.
+    """Dtype of matrices if activations are `dtype`: that, except that native products of float32 rows read 16-bit
+    weights as the checkpoint stores them.
 
-    Parameters as in `resolve_dtype`.
+    Other parameters as in `resolve_dtype`.
     """
     native = device == CPU and backend in ("auto", "native") and load_extension()[0] is not None
     return DTYPES.get(checkpoint_dtype, dtype) if native and dtype is torch.float32 else dtype
 
 
 def _resolve_dtype(dtype: str, checkpoint_dtype: str, backend: str, device: str) -> tuple[torch.dtype, str]:
+    """`resolve_dtype`, with a reason that does not mention matrices."""
     if dtype != "auto":
         if dtype not in DTYPES:
             raise ConfigError(f"dtype must be auto, {', '.join(DTYPES)}", param="dtype")
@@ -186,6 +195,8 @@ def _resolve_dtype(dtype: str, checkpoint_dtype: str, backend: str, device: str)
 
 
 def describe_cpu() -> dict[str, Any]:
+    """Facts for `doctor`: the native extension or why it cannot be used, instruction level and features (None and empty
+    without it), C++ compiler, usable cores, torch's version."""
     extension, problem = load_extension()
     return {
         "extension": None if extension is None else extension.__file__,
@@ -209,6 +220,7 @@ def _on_cuda(
     shapes: Shapes | None,
     profiles: Path | None,
 ) -> Backend:
+    """Creates the backend of a GPU; parameters as in `create_backend`, with their defaults resolved."""
     assert chosen.index is not None
     # These modules import GPU libraries, which are known to be installed and wanted only here.
     host: Any = importlib.import_module("hydra_engine.backend.cuda.device")
@@ -246,6 +258,10 @@ def _set_threads(count: int) -> None:
 
 
 def _cpu_ops(backend: str) -> Ops:
+    """Returns the ops of a CPU. Warns in the log if "auto" gives the reference for want of the extension.
+
+    Raises BackendError if "native" was asked for and the extension cannot be used.
+    """
     if backend == "reference":
         return ReferenceOps("asked for by name")
     extension, problem = load_extension()
