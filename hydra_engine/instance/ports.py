@@ -56,7 +56,8 @@ ALONE = InstanceContext()
 
 class WorkerPort(Protocol):
     """Two lanes that run plans in order. Never blocks the caller. Never raises because of a request's content: a failed
-    row or image comes back as a result with an error, and the lane continues."""
+    row or image comes back as a result with an error, and the lane continues. `pixel_bytes`: bytes of the pixels that
+    are kept for requests."""
 
     def add_request(self, request: Request, pixels: Sequence[PixelPayload]) -> str | None:
         """Registers a request before the first plan that names it, and keeps its pixels until `remove_request`. Returns
@@ -89,11 +90,12 @@ class TransferPort(Protocol):
     here. Its results come from the worker's `poll`."""
 
     def submit_pull(self, job: PullJob) -> None:
-        """Copies blocks of an open peer, then reads its control word: the result is `valid` if the offer stands."""
+        """Copies blocks of an open peer, then reads the offer's control word: the result is `valid` if that is
+        unchanged. If the peer is not open, the result names the problem."""
         ...
 
     def submit_staging(self, job: StagingJob) -> None:
-        """Copies own blocks into the staging pool; the result comes when all are there."""
+        """Copies blocks of this instance into its staging pool; the result comes when all of them are there."""
         ...
 
     @property
@@ -102,23 +104,27 @@ class TransferPort(Protocol):
         ...
 
     def piece_blocks(self, peer: str, pool: str) -> int:
-        """Maximum number of an open peer's blocks to request at once; 0 if its memory is mapped."""
+        """Maximum number of blocks of a piece staged through host memory; 0 if the peer's memory is mapped, or it is
+        not open. `pool`: a PoolKind."""
         ...
 
     def exports(self) -> tuple[Exports, tuple[int, ...]]:
-        """The memory that peers may map, and its descriptors, which this instance keeps."""
+        """The memory that peers may map, and its file descriptors, which this instance keeps open."""
         ...
 
     def set_word(self, slot: int, word: int) -> None:
-        """Writes an own control word. It is visible before any plan submitted later can overwrite a block."""
+        """Writes a control word of this instance. Peers see it before any plan that is submitted later can overwrite a
+        block."""
         ...
 
     def checksums(self, pool: str, blocks: Sequence[int]) -> tuple[int, ...]:
-        """Checksums of own blocks (debugging only: computed at once)."""
+        """Checksums of blocks of this instance, one for each. For debugging only: computed at once, in the caller's
+        thread."""
         ...
 
     def open_peer(self, name: str, exports: Exports, descriptors: Sequence[int]) -> None:
-        """Maps a peer's memory and closes the descriptors. Raises TransferError if its layout is not the own one."""
+        """Maps a peer's memory. Closes the descriptors in any case. Raises TransferError if the memory cannot be mapped
+        or its layout differs from this instance's."""
         ...
 
     def close_peer(self, name: str) -> None:
@@ -158,7 +164,7 @@ class PeerPort(Protocol):
     """Connections to other instances, one for each."""
 
     def drain(self) -> list[PeerUp | PeerDown | FromPeer]:
-        """Events since the last call, in order for each peer. A new event sets the instance's event."""
+        """Events since the last call, in order for each peer. Each new one wakes the instance's loop."""
         ...
 
     def send(self, name: str, messages: Sequence[TransferMessage]) -> None:
@@ -177,13 +183,15 @@ class MigrationPort:
         before."""
 
     def hand_over(self, request: Request, target: str, now: float) -> None:
-        """Moves a request to `target`, where it decodes from now on; ignored if it cannot move."""
+        """Moves a request to the instance `target`, which decodes it from now on. Of a request that is prefilled for
+        another instance it names that instance. Ignored if the request cannot move."""
 
     def finished(self, request_id: RequestId) -> None:
         """Called when a request has ended; its offers have been withdrawn or acknowledged."""
 
     def drain(self, now: float, outgoing: list[ToFrontend]) -> list[RequestMessage]:
-        """Handles messages of peers and expired leases. Returns messages of requests that ended by that."""
+        """Handles messages of peers and expired leases. Returns messages of requests that ended by that, and appends to
+        `outgoing` which peers are up or down."""
         return []
 
     def take_events(self, now: float) -> Iterable[Finished | NeedImages | NeedDecoder]:
@@ -192,14 +200,15 @@ class MigrationPort:
         return ()
 
     def plan_pulls(self, now: float) -> list[PullPlan]:
+        """Plans the pulls to begin now; the caller passes them to `submit`."""
         return []
 
     def submit(self, plans: Iterable[PullPlan], now: float) -> list[RequestMessage]:
-        """Submits pulls that the scheduler has planned, after `take_events`."""
+        """Submits planned pulls; called after `take_events`. Returns messages of requests whose pull came too late."""
         return []
 
     def on_result(self, result: ConnectorResult, now: float) -> list[RequestMessage]:
-        """Takes back a job of the transfer lane."""
+        """Handles the result of a job of the transfer lane. Returns messages of requests that ended by it."""
         return []
 
     @property

@@ -33,7 +33,7 @@ RENEWALS_UNCLAIMED = 10  # an unclaimed offer is forgotten after so many periods
 
 @dataclass(slots=True)
 class Pull:
-    """An offer as its target sees it."""
+    """An offer of another instance, and how much of it has been copied."""
 
     handle: int
     peer: str
@@ -44,13 +44,13 @@ class Pull:
     slot: int
     word: int
     blocks: list[int]
-    checksums: list[int]  # none, or one for each block
+    checksums: list[int]  # one for each block; empty if transfers are not checked
     end: KvEnd | None
-    heard_s: float
+    heard_s: float  # when the offer arrived
     heard: int = 0  # number of the latest `More`
     copies: int = 0  # in flight
     begun: int | None = None  # end of the blocks whose copy has begun
-    last_ended: bool = False
+    last_ended: bool = False  # the copy that completes it has ended
     cancelled: bool = False  # over; copies are still in flight
     refused: bool = False  # by this instance, as not wanted
 
@@ -62,6 +62,8 @@ class Pull:
 
 @dataclass(slots=True)
 class Peer:
+    """The offers of one peer that is up."""
+
     incarnation: int
     newest: int = 0  # the highest sequence number heard
     wanted: dict[int, Pull] = field(default_factory=dict)  # by sequence
@@ -80,19 +82,23 @@ class Records:
         self._wanted: dict[RequestId, dict[tuple[int | None, str], Pull]] = {}  # by image (None: KV) and source
 
     def peer(self, name: str, incarnation: int) -> Peer | None:
+        """The peer; None if it is not up with this incarnation."""
         peer = self.peers.get(name)
         return peer if peer is not None and peer.incarnation == incarnation else None
 
     def find(self, name: str, incarnation: int, sequence: int) -> Pull | None:
+        """The wanted or unclaimed offer with this number; None if there is none, or the peer is not up."""
         peer = self.peer(name, incarnation)
         if peer is None:
             return None
         return peer.wanted.get(sequence) or peer.unclaimed.get(sequence)
 
     def wanted_pulls(self, request_id: RequestId) -> list[Pull]:
+        """Wanted offers for the request, of all peers."""
         return list(self._wanted.get(request_id, {}).values())
 
     def wanted_pull(self, request_id: RequestId, image_index: int | None, peer: str) -> Pull | None:
+        """The peer's wanted offer of this image, or of the KV (`image_index` None); None if there is none."""
         return self._wanted.get(request_id, {}).get((image_index, peer))
 
     def unclaimed_pulls(self, request_id: RequestId) -> list[Pull]:
@@ -114,6 +120,7 @@ class Records:
         self._wanted.setdefault(pull.request_id, {})[pull.image_index, pull.peer] = pull
 
     def remove(self, pull: Pull) -> None:
+        """Removes an offer, whatever its state, from all tables."""
         del self.pulls[pull.handle]
         if pull.cancelled:
             return
@@ -127,6 +134,7 @@ class Records:
             del self._wanted[pull.request_id]
 
     def cancel(self, pull: Pull) -> None:
+        """Marks an offer with copies in flight as cancelled: from now on it is found by its handle only."""
         self.remove(pull)
         pull.cancelled = True
         self.pulls[pull.handle] = pull
@@ -134,8 +142,8 @@ class Records:
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """The event that blocks for a request of this instance can be pulled, `num_blocks` in all. KV (`image_index` None)
-    may grow until `end` is known: it is reported again, under the same handle."""
+    """The event that blocks for a request of this instance can be pulled, `num_blocks` of this offer in all. KV
+    (`image_index` None) may grow until `end` is known: it is reported again, under the same handle."""
 
     handle: int
     request_id: RequestId
@@ -181,8 +189,8 @@ class Destination:
     # ---- requests of ours
 
     def expect(self, request_id: RequestId, peer: str | None) -> list[PullEvent]:
-        """Lets the request receive features from any peer, and KV from `peer` only. Returns an event for each offer
-        that is here already."""
+        """Lets the request receive features from any peer, and KV from `peer` only (None: no KV). Returns the events of
+        its offers that are here already; KV of any other peer is ignored. Asserts that it was not called before."""
         records = self._records
         assert request_id not in records.sources, f"request {request_id} is expected already"
         offers = records.unclaimed_pulls(request_id)
@@ -196,8 +204,8 @@ class Destination:
         return events
 
     def end_request(self, request_id: RequestId) -> list[tuple[str, Refuse]]:
-        """Ends the offers of a finished request; unknown ids are ignored. Returns (peer, message) pairs to send. Offers
-        with a copy in flight end as `Gone` with their last copy."""
+        """Refuses the offers for a finished request; unknown ids are ignored. Returns (peer, message) pairs to send.
+        Offers with a copy in flight end as `Gone` with their last copy."""
         self._records.sources.pop(request_id, None)
         pulls = [*self._records.wanted_pulls(request_id), *self._records.unclaimed_pulls(request_id)]
         return [self._refuse(pull) for pull in pulls]
@@ -210,8 +218,8 @@ class Destination:
         self._records.peers[peer] = Peer(incarnation)
 
     def peer_lost(self, peer: str) -> list[Gone]:
-        """Ends all offers of the peer. Returns `Gone` for wanted offers without a copy in flight; the rest end as
-        `Gone` in `end`. An unknown peer is ignored."""
+        """Ends all offers of the peer and ignores its messages from now on. Returns `Gone` for wanted offers without a
+        copy in flight; those with one end as `Gone` in `end`. An unknown peer is ignored."""
         lost = self._records.peers.get(peer)
         if lost is None:
             return []
@@ -225,9 +233,10 @@ class Destination:
         return events
 
     def on_offer(self, peer: str, offer: Offer, now: float) -> list[PullEvent]:
-        """Records an offer. It replaces an earlier one of the same image or KV from the same peer. Sequence numbers of
-        a peer grow: an offer whose number is not new is a duplicate or out of order and is ignored; if it was out of
-        order, the source's lease ends it."""
+        """Records an offer and, if its request is known here, returns the events that follow. It replaces an earlier
+        one of the same image or KV from the same peer. Sequence numbers of a peer grow: an offer whose number is not
+        new is a duplicate or out of order and is ignored; if it was out of order, the source's lease ends it. For
+        unknown requests at most `MAX_UNCLAIMED` offers of a peer are kept."""
         state = self._records.peer(peer, offer.incarnation)
         if state is None or offer.sequence <= state.newest:
             self.ignored += 1
@@ -258,8 +267,9 @@ class Destination:
         return []
 
     def on_more(self, peer: str, more: More) -> list[PullEvent]:
-        """Appends blocks to an offer. A message that does not follow the last one is ignored; if the one between stays
-        missing, the source lets the lease end."""
+        """Appends blocks to an offer of KV and, if its request is known here, returns it as `Offered` again. A message
+        that does not follow the last one is ignored; if the one between stays missing, the source lets the lease end.
+        """
         pull = self._records.find(peer, more.incarnation, more.sequence)
         if pull is None or pull.complete or more.number != pull.heard + 1:
             self.ignored += 1
@@ -273,6 +283,8 @@ class Destination:
         return [_offered(pull)]
 
     def on_withdraw(self, peer: str, withdraw: Withdraw) -> list[PullEvent]:
+        """Ends an offer that its source has withdrawn. Returns `Gone` if its request is known here and no copy of it is
+        in flight; with one, it ends in `end`."""
         pull = self._records.find(peer, withdraw.incarnation, withdraw.sequence)
         if pull is None:
             self.ignored += 1
@@ -316,8 +328,8 @@ class Destination:
 
     def end(self, handle: int, *, valid: bool, last: bool) -> Committed | Gone | None:
         """Ends one copy. `valid`: the control word was still the offer's after the copy, and the checksums matched.
-        `last`: this copy completes the offer. Returns None while blocks are missing or copies in flight. If the offer
-        fails, its target blocks may be reused only after `Gone`."""
+        `last`: this copy completes the offer. Returns None while blocks are missing or copies in flight. A copy that is
+        not valid cancels the offer and refuses it as failed; its target blocks may be reused only after `Gone`."""
         pull = self._records.pulls[handle]
         assert pull.copies > 0, f"no copy of offer {handle} is in flight"
         if not valid and not pull.cancelled:
@@ -352,8 +364,8 @@ class Destination:
     # ---- time
 
     def renewals(self, now: float) -> list[tuple[str, Renew | Refuse]]:
-        """Returns (peer, message) pairs to send: refusals at once, and every `renew_s` one renewal to each peer whose
-        offers are wanted. Also forgets old unclaimed offers."""
+        """Returns (peer, message) pairs to send: all refusals since the last call, and every `renew_s` one renewal to
+        each peer whose offers are wanted. Also forgets old unclaimed offers."""
         messages: list[tuple[str, Renew | Refuse]] = [*self._refusals]
         self._refusals.clear()
         for state in self._records.peers.values():
@@ -396,8 +408,9 @@ class Destination:
         return pull.heard_s + RENEWALS_UNCLAIMED * self._renew_s
 
     def _claim(self, pull: Pull) -> list[PullEvent]:
-        """Makes the offer wanted. It replaces an earlier one of the same source. If two sources offer the same image,
-        both offers are kept, because one source may be about to withdraw."""
+        """Makes the offer wanted; ignores KV of a peer that is not the request's source. It replaces an earlier offer
+        of the same content by the same peer, which is refused. If two peers offer the same image, both offers are kept,
+        because one may be about to be withdrawn."""
         if pull.image_index is None and self._records.sources[pull.request_id] != pull.peer:
             self.ignored += 1
             return []
@@ -412,12 +425,14 @@ class Destination:
         return events
 
     def _refuse(self, pull: Pull) -> tuple[str, Refuse]:
+        """Ends an offer as not wanted. Returns (peer, message) to send."""
         pull.refused = True
         self._give_up(pull)
         return pull.peer, Refuse(pull.incarnation, pull.sequence)
 
     def _give_up(self, pull: Pull) -> list[Gone]:
-        """Ends the offer now, or with its last copy in flight."""
+        """Ends the offer. With copies in flight it is cancelled and ends with the last of them; returns `Gone` only
+        without any."""
         if pull.copies:
             self._records.cancel(pull)
             return []

@@ -30,11 +30,13 @@ PIECES_AT_ONCE = 2  # of one pull
 
 @dataclass(slots=True)
 class _Piece:
+    """A piece of an offer that `peer` has asked for."""
+
     peer: str
     stage: Stage
     pool: PoolKind
     blocks: list[int] = field(default_factory=list)  # of the staging pool; none: it waits for free blocks
-    staged: bool = False
+    staged: bool = False  # all of it is in the staging pool
 
 
 class Staging:
@@ -52,8 +54,8 @@ class Staging:
         self._next_number = 1
 
     def request(self, peer: str, stage: Stage, pool: PoolKind) -> bool:
-        """Queues a piece of a live offer. Returns False if it is empty or larger than the pool: it can never be
-        staged."""
+        """Queues a piece of a live offer; ignores one that is known already. Returns False if it is empty or larger
+        than the pool: it can never be staged."""
         if not 0 < len(stage.blocks) <= self._num_blocks.get(pool, 0):
             return False
         key = stage.sequence, stage.ticket
@@ -77,7 +79,7 @@ class Staging:
                 yield StagingJob(number, pool, piece.stage.blocks, tuple(piece.blocks))
 
     def end_copy(self, number: int) -> tuple[str, Staged] | None:
-        """Ends a copy. Returns (peer, message) to send; None if the offer is over."""
+        """Marks the piece of a copy as staged. Returns (peer, message) to send; None if its offer is over."""
         piece = self._copying.pop(number)
         if not piece.blocks:
             return None
@@ -86,6 +88,7 @@ class Staging:
         return piece.peer, Staged(stage.incarnation, stage.sequence, stage.ticket, tuple(piece.blocks))
 
     def on_taken(self, peer: str, taken: Taken) -> None:
+        """Frees the blocks of a piece that its target has copied; ignores one that is not staged for `peer`."""
         piece = self._pieces.get((taken.sequence, taken.ticket))
         if piece is None or piece.peer != peer or not piece.staged:
             self.ignored += 1
@@ -103,6 +106,7 @@ class Staging:
         return len(self._pieces)
 
     def _end(self, piece: _Piece) -> None:
+        """Forgets a piece and frees its blocks, even while it waits or is copied."""
         del self._pieces[piece.stage.sequence, piece.stage.ticket]
         if not piece.blocks:
             self._waiting[piece.pool].remove(piece)
@@ -112,7 +116,8 @@ class Staging:
 
 @dataclass(slots=True)
 class _Pull:
-    """A pull in pieces. `tickets`: pieces that were requested and are not copied yet, as block ranges [begin, end)."""
+    """A pull in pieces of at most `piece_blocks` blocks. `tickets`: pieces that were requested and are not copied yet,
+    as ranges [begin, end) of the job's blocks."""
 
     job: PullJob
     incarnation: int
@@ -120,13 +125,14 @@ class _Pull:
     started_s: float
     num_requested: int = 0  # blocks requested so far
     tickets: dict[int, tuple[int, int]] = field(default_factory=dict)
-    copying: int = 0  # pieces
-    num_bytes: int = 0
-    valid: bool = True
+    copying: int = 0  # number of pieces whose copy is in flight
+    num_bytes: int = 0  # copied so far
+    valid: bool = True  # no copy has failed, and the offer is not known to be over
     problem: str | None = None
 
     @property
     def has_ended(self) -> bool:
+        """True if no copy is in flight and none follows: all pieces were copied, or the pull is not `valid`."""
         return not self.copying and (
             not self.valid or (not self.tickets and self.num_requested == len(self.job.source_blocks))
         )
@@ -167,8 +173,8 @@ class StagedPulls:
         )
 
     def end_copy(self, result: PullResult) -> tuple[str, list[Taken | Stage], PullResult | None]:
-        """Ends the copy of a piece, successful or failed. Returns (peer, messages to send, the result of the pull if it
-        has ended)."""
+        """Records the end of the copy of a piece, successful or failed. Returns (peer, messages to send, the result of
+        the pull if it has ended)."""
         pull = self._pulls[result.step_id]
         del pull.tickets[result.ticket]
         pull.copying -= 1
@@ -182,8 +188,8 @@ class StagedPulls:
         return pull.job.peer, messages, ended
 
     def end_expired(self, is_over: Callable[[PullJob], bool], now: float) -> Iterator[PullResult]:
-        """Yields results of pulls whose offer is over and which have no copy in flight: their next piece never comes.
-        Pulls with a copy in flight end with it."""
+        """Yields results, not valid, of pulls whose offer is over and which have no copy in flight: their next piece
+        never comes. Pulls with a copy in flight end with it. `is_over` takes the job of a pull."""
         for pull in list(self._pulls.values()):
             if pull.valid and is_over(pull.job):
                 pull.valid = False
@@ -203,6 +209,7 @@ class StagedPulls:
         return messages
 
     def _end(self, pull: _Pull, ended_s: float) -> PullResult:
+        """Forgets the pull and its tickets. Returns its result."""
         del self._pulls[pull.job.step_id]
         for ticket in pull.tickets:
             self._of_ticket.pop(ticket, None)
