@@ -1,15 +1,15 @@
-"""The grammars of an instance's requests: compiled in a thread of their own, followed by the sampler, and the budget of
-a step for their masks. Clients take turns at both.
+"""The grammars of an instance's requests: compiled in a thread of their own, and matched by the sampler within a
+step's budget for masks. Clients take fair turns at both.
 
 A request is held until its grammar has been compiled, so no lane waits; compiled grammars are kept for later requests.
-A constraint is brought to its request's position from the output so far, so steps that are run again, preemptions,
-replays and KV of other instances need no state of it. The frontend has refused grammars that compile slowly or not at
-all; if one still fails here, it is not its client's fault.
+A constraint advances to its request's position by the output so far, so steps that are run again, preemptions, replays
+and KV of other instances need no state of it. The frontend has refused grammars that compile slowly or not at all; if
+one still fails here, it is not its client's fault.
 
 The lane waits for masks, so a step computes them until its budget is used; the mask begun last may exceed it. Rows
-without a mask are deferred to a later step. In a step with several clients their masks take turns, and a client whose
-mask exceeded the budget pays in the following steps; a single client has a larger budget, since only it waits. A row's
-token does not depend on the step that computes it.
+without a mask are deferred to a later step. In a step with several clients their masks are computed in fair
+turns, and a client whose mask exceeded the budget gets none in the following steps until the excess is paid off; a
+single client has a larger budget, since only it waits. A row's token does not depend on the step that computes it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_KEPT_BYTES = 32 << 20  # compiled for requests that are gone
 # Compiled for requests that are here, before the next one waits until some of them end. One client alone takes half of
 # it, each of two a third.
 MAX_USED_BYTES = 1 << 30
-STEP_BYTES = 4 << 10  # by which what has been compiled grows with each token that is followed, or less
+STEP_BYTES = 4 << 10  # by which a compiled grammar grows with each mask, at most
 TRIM_BYTES = 16 << 20  # freed since the heap was trimmed
 MAX_STEPS = 1 << 11  # after which a grammar is compiled anew for who comes next: what grows has a limit of its own
 
@@ -52,17 +52,20 @@ _TOKENIZER_FILE = "tokenizer.json"
 
 @dataclass(slots=True, eq=False)
 class _Compiled:
+    """A compiled grammar, used by requests of one client with one salt."""
+
     matcher: Matcher  # at the beginning of the text
     client: str
     own_bytes: int
     first: TokenMask  # at the beginning of the text
     max_mask_s: float  # the longest processor time of a mask, for any request
-    is_kept: bool = True
+    is_kept: bool = True  # False: a later compilation has replaced it
     num_users: int = 0  # requests
-    num_steps: int = 0  # of all requests so far
+    num_steps: int = 0  # masks of all requests so far
 
     @property
     def num_bytes(self) -> int:
+        """Upper estimate of its present size: as compiled, and what each mask since may have added."""
         return self.own_bytes + STEP_BYTES * self.num_steps
 
 
@@ -85,7 +88,7 @@ class Constraints:
         self._tokenizer_file = model_dir / _TOKENIZER_FILE
         self._deliver = deliver
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        self._guides: dict[tuple[int, ...], Guide] = {}  # one: the model's end-of-sequence tokens do not change
+        self._guides: dict[tuple[int, ...], Guide] = {}  # by end-of-sequence ids: a single one, the model's
         self._closed = False
         self._lock = threading.Lock()  # of what follows; never held for long
         self._queue: FairQueue[_Job] = FairQueue("grammars", MAX_WAITING)
@@ -96,8 +99,9 @@ class Constraints:
         self._freed_bytes = 0
 
     def constraint_of(self, request: Request) -> GrammarConstraint | None:
-        """The constraint of a request; None without a grammar, and for encode jobs, which have no prompt. If it is not
-        ready yet, it is before the request's `ReadyResult`. Raises Unavailable if too many grammars wait."""
+        """The constraint of a request; None without a grammar, and for encode jobs, which have no prompt. If its
+        grammar is yet to be compiled, a `ReadyResult` of the request follows: either the constraint is ready then, or
+        the result has the error. Raises Unavailable if too many grammars wait."""
         grammar = request.sampling.grammar
         if grammar is None or not request.num_prompt:
             return None
@@ -120,7 +124,8 @@ class Constraints:
         return constraint
 
     def forget(self, request_id: RequestId) -> None:
-        """Releases the grammar of an ended request. Ignores requests without one."""
+        """Releases the grammar of an ended request, whether it is in use or waits to be compiled. Ignores requests
+        without one."""
         with self._lock:
             job = self._job_of.pop(request_id, None)
             if job is not None:
@@ -146,6 +151,8 @@ class Constraints:
     # ---- in the compiler's thread
 
     def _compile_all(self) -> None:
+        """Compiles the waiting grammars for which there is memory, then returns freed memory to the system if it is
+        much."""
         while not self._closed and self._compile_next():
             pass
         if self._freed_bytes >= TRIM_BYTES:
@@ -153,7 +160,8 @@ class Constraints:
             trim_heap()
 
     def _compile_next(self) -> bool:
-        """Compiles the grammar of the client whose turn it is. False if none waits that fits into memory."""
+        """Compiles the next grammar in fair turns of the clients and delivers the results of the requests that wait for
+        it. False if none waits whose client may have one more compiled."""
         with self._lock:
             begun = self._queue.pop(self._has_room())
             if begun is None:
@@ -171,7 +179,7 @@ class Constraints:
                 if not isinstance(outcome, ErrorInfo):
                     self._use(outcome, request_id, constraint)
             if not isinstance(outcome, ErrorInfo):
-                if job.key in self._kept:  # which has been followed for long
+                if job.key in self._kept:  # one that reached MAX_STEPS
                     self._kept[job.key].is_kept = False
                 self._kept[job.key] = outcome
                 self._kept.move_to_end(job.key)
@@ -181,6 +189,8 @@ class Constraints:
         return True
 
     def _compile(self, request: Request) -> _Compiled:
+        """Compiles a request's grammar and the mask at the beginning of the text. Raises Unavailable if the grammar
+        cannot be compiled, InvalidRequest if it has no such mask."""
         grammar, eos_token_ids = request.sampling.grammar, request.eos_token_ids
         assert grammar is not None
         try:
@@ -201,12 +211,14 @@ class Constraints:
     # ---- with the lock
 
     def _use(self, compiled: _Compiled, request_id: RequestId, constraint: GrammarConstraint) -> None:
+        """Makes the constraint ready and counts its request as a user of the grammar."""
         compiled.num_users += 1
         self._used[request_id] = compiled, constraint
         constraint.begin(compiled)
 
     def _has_room(self) -> Callable[[str], bool]:
-        """Returns a predicate: True if a client may have one more grammar compiled."""
+        """Returns a predicate: True if a client may have one more grammar compiled, i.e. those of its requests take at
+        most as much as is free of MAX_USED_BYTES."""
         num_bytes: dict[str, int] = {}
         for compiled in {compiled for compiled, _ in self._used.values()}:
             num_bytes[compiled.client] = num_bytes.get(compiled.client, 0) + compiled.num_bytes
@@ -214,7 +226,7 @@ class Constraints:
         return lambda client: num_bytes.get(client, 0) <= num_free
 
     def _trim(self) -> None:
-        """Frees compiled grammars that no request uses, the least recently used first."""
+        """Frees compiled grammars that no request uses, the least recently used first, down to MAX_KEPT_BYTES."""
         unused = {key: compiled.num_bytes for key, compiled in self._kept.items() if not compiled.num_users}
         num_bytes = sum(unused.values())
         for key, size in unused.items():
@@ -226,16 +238,18 @@ class Constraints:
 
 
 class GrammarConstraint:
-    """The `Constraint` of one request. Once ready, only the language lane's thread uses it."""
+    """The `Constraint` of one request. `begin` makes it ready; from then until `end` only the language lane's thread
+    uses it."""
 
     def __init__(self, param: str) -> None:
         self._matcher: Matcher | None = None
         self._compiled: _Compiled | None = None
         self._param = param
         self._num_accepted = 0
-        self._prepared: tuple[int, TokenMask] | None = None  # behind so many tokens
+        self._prepared: tuple[int, TokenMask] | None = None  # (output tokens before it, mask)
 
     def begin(self, compiled: _Compiled) -> None:
+        """Makes the constraint ready, with a matcher of its own at the beginning of the text."""
         self._compiled, self._matcher = compiled, compiled.matcher.copy()
 
     def end(self) -> None:
@@ -244,24 +258,31 @@ class GrammarConstraint:
 
     @property
     def is_ready(self) -> bool:
+        """True from `begin` to `end`."""
         return self._matcher is not None
 
     @property
     def max_mask_s(self) -> float:
+        """The longest processor time, in seconds, of a mask of the compiled grammar, for any request; 0 if it is not
+        ready."""
         return 0.0 if self._compiled is None else self._compiled.max_mask_s
 
     def prepare(self, output_ids: Sequence[int]) -> None:
-        """Computes the mask after these tokens ahead of `allowed`. Raises InvalidRequest."""
+        """Computes the mask after these tokens and keeps it for the next `allowed`. Raises InvalidRequest if they
+        violate the grammar."""
         self._prepared = len(output_ids), self._computed(output_ids)
 
     def allowed(self, output_ids: Sequence[int]) -> TokenMask:
-        """The mask of tokens that may follow these. Raises InvalidRequest."""
+        """The mask of tokens that may follow `output_ids`, the whole output. Raises InvalidRequest if that violates the
+        grammar."""
         prepared, self._prepared = self._prepared, None
         if prepared is not None and prepared[0] == len(output_ids):
             return prepared[1]
         return self._computed(output_ids)
 
     def _computed(self, output_ids: Sequence[int]) -> TokenMask:
+        """Advances the matcher by the tokens that it has not accepted yet and returns the mask after them. Raises
+        InvalidRequest if they violate the grammar."""
         matcher, compiled = self._matcher, self._compiled
         assert matcher is not None and compiled is not None, "a request that is held is sampled for"
         compiled.num_steps += 1
@@ -280,12 +301,13 @@ class GrammarConstraint:
 
 
 def _not_followed(error: GrammarError, param: str) -> InvalidRequest:
+    """The error for an output that the grammar cannot continue."""
     return InvalidRequest(f"the grammar cannot be followed any further: {error}", param=param)
 
 
 @dataclass(slots=True, eq=False)
 class _Mask:
-    """The mask of a row, with the inputs to compute it."""
+    """A row's mask that is to be computed: the row, its client, and the inputs."""
 
     row: int
     seq_slot: int
@@ -294,14 +316,17 @@ class _Mask:
     history: TokenHistory
 
     def prepare(self) -> None:
+        """Computes the mask, which the sampler then finds in the constraint. Raises what `Constraint.prepare`
+        raises."""
         self.constraint.prepare(self.history.output_ids)
 
 
 class MaskTurns:
-    """The budget of a step for masks; chooses the rows to defer.
+    """The budget of a step's processor time for grammar masks. Chooses the rows to defer.
 
-    `expected_only`: the device is asynchronous, so masks are computed while a step's forward runs and delay nothing.
-    Then masks are computed ahead only if they are expected to exceed the budget.
+    `expected_only`: the device is asynchronous, so the sampler computes masks while a step's forward runs, and they
+    delay nothing. Then masks are computed ahead only if they are expected to exceed the budget. `clock`: processor
+    seconds of the calling thread. Only for the language lane's thread.
     """
 
     def __init__(
@@ -311,13 +336,14 @@ class MaskTurns:
         self._expected_only = expected_only
         self._clock = clock
         self._queue: FairQueue[_Mask] = FairQueue("masks", _MAX_ROWS)
-        self._owed_s: dict[str, float] = {}
-        self._deferred_since: dict[int, int] = {}  # by slot: the first of the steps that its row was deferred in
+        self._owed_s: dict[str, float] = {}  # by client: excess over budgets that is to be paid off
+        self._deferred_since: dict[int, int] = {}  # by slot: the call of `choose` that deferred its row first
         self._step = 0
 
     def deferred(self, plan: LanguagePlan, failed_rows: Collection[int]) -> list[int]:
-        """Returns the deferred rows of the plan, ascending, without `failed_rows`. Computes the masks of the other rows
-        or, with `expected_only`, may leave that to the sampler."""
+        """Defers rows whose grammar masks exceed the step's budget. Returns them with the rows planned after an earlier
+        deferral, ascending, without `failed_rows`. The masks of other rows are computed now or, with `expected_only`,
+        possibly left to the sampler. Call it after `SlotTable.begin_step`."""
         table = self._slot_table
         rows = [row for row in table.deferrable(plan) if row not in failed_rows]
         if not rows:
@@ -328,7 +354,10 @@ class MaskTurns:
         return sorted([*behind, *left])
 
     def choose(self, plan: LanguagePlan, rows: Sequence[int]) -> list[int]:
-        """Computes masks within the budget and returns the rows, of these, that are left for a later step."""
+        """Computes masks of these rows until the budget is used and returns the rows that are left without one, longest
+        deferred first within a client. With `expected_only`, computes none and returns none if all are expected to fit.
+        Skips rows whose request failed. Each call pays off STEP_S of the time that a client's masks took beyond earlier
+        budgets."""
         self._step += 1
         self._owed_s = {client: owed_s - STEP_S for client, owed_s in self._owed_s.items() if owed_s > STEP_S}
         is_alone = len({request.client for request in self._slot_table.requests(plan)}) == 1
@@ -349,6 +378,7 @@ class MaskTurns:
         return [mask.row for mask in left]
 
     def _left_alone(self, masks: list[_Mask]) -> list[_Mask]:
+        """Computes masks in order until ALONE_S is used, and returns the others: a step with a single client."""
         left_s = ALONE_S
         for index, mask in enumerate(masks):
             if left_s <= 0:
@@ -357,6 +387,8 @@ class MaskTurns:
         return []
 
     def _left_by_turns(self, masks: list[_Mask]) -> list[_Mask]:
+        """Computes masks in fair turns of the clients until STEP_S is used, and returns the others. A client whose mask
+        exceeds the budget gets no turn until the excess has been paid off by later steps."""
         for mask in masks:
             self._queue.push(mask.client, mask)
         left, left_s = dict.fromkeys(masks), STEP_S
@@ -373,15 +405,18 @@ class MaskTurns:
         return list(left)
 
     def _prepare(self, mask: _Mask) -> float:
-        """Computes the mask and returns the seconds that it took. An error is raised again when the row is sampled."""
+        """Computes the mask and returns the processor seconds that it took. An error is logged, and raised again when
+        the row is sampled."""
         began_s = self._clock()
         run_guarded("a mask", mask.prepare)
         return self._clock() - began_s
 
     def _mask(self, row: int, seq_slot: int) -> _Mask:
+        """The row's mask that is to be computed. Asserts that its request has a grammar."""
         state, request = self._slot_table.sampling_state(seq_slot), self._slot_table.request(seq_slot)
         assert state.constraint is not None and state.history is not None
         return _Mask(row, seq_slot, request.client, state.constraint, state.history)
 
     def _since(self, mask: _Mask) -> int:
+        """Number of the call of `choose` since which the row has been deferred; the present one if it is not."""
         return self._deferred_since.get(mask.seq_slot, self._step)

@@ -2,9 +2,9 @@
 sampling of special rows after both.
 
 Inputs of a replay lie at fixed addresses: one send and two copies bring a step's there. Rows, or tokens, beyond a
-step's own are padding that leaves nothing behind: KV slot -1, a context of 1, a sequence slot of their own, and a
-recurrent state that begins and is not kept. Special rows (sampler.py) are drawn once more, by a graph of their own
-after the step's, from the same logits.
+step's own are padding that leaves nothing behind: KV slot -1, a context of at most 1, a sequence slot of their own,
+and a recurrent state that begins and is not kept. Special rows (sampler.py) are drawn once more, by a graph of their
+own after the step's, from the same logits.
 
 Up to about a thousand tokens of a model of 7B, steps with prompts take less time to compute than to launch. A bucket
 has room for so many tokens and rows. Of a number of tokens there are two or three numbers of rows: with few, the
@@ -51,7 +51,7 @@ class SpecialGraph:
     graph: Graph
     size: int
     vocabulary: int
-    results: list[Tensor]  # as `SampledRows`, of the run that the graph repeats
+    results: list[Tensor]  # the tensors of `SampledRows`, written by each replay
 
 
 class _SpecialInputs(NamedTuple):
@@ -64,8 +64,8 @@ class _SpecialInputs(NamedTuple):
 
 
 class SpecialGraphs:
-    """The graphs that sample special rows, for steps in which at most `max_rows` rows sample. Used by the lane's
-    thread, in inference mode."""
+    """The graphs that sample special rows, for steps in which at most `max_rows` rows sample. For the lane's thread, in
+    inference mode."""
 
     def __init__(self, ops: Ops, device: Device, slot_table: SlotTable, max_rows: int) -> None:
         self.num_bytes = 0  # of device memory that graphs took, and what they read
@@ -79,8 +79,8 @@ class SpecialGraphs:
         self, size: int, seq_slots: Tensor, sampling: SamplingTensors, step_results: list[Tensor]
     ) -> SpecialGraph:
         """Captures the graph of special rows, right after that of a step of `size` rows [B] that sample. Removes the
-        step's logits from `step_results`: their memory belongs to the graphs, and later captures may compute in it, but
-        their replays come later."""
+        step's logits from `step_results`: later captures may compute in their memory, which does no harm, since no
+        other graph is replayed between a step's and that of its special rows."""
         vocabulary = step_results[-1].shape[1]
         special = self._tensors(size, vocabulary)
         results: list[Tensor] = []
@@ -97,6 +97,8 @@ class SpecialGraphs:
         step_results: list[Tensor],
         results: list[Tensor],
     ) -> None:
+        """Launches what the graph repeats: samples all rows, and writes their tokens and counts to the slot table.
+        `results` become the tensors of `SampledRows`."""
         slot_table, logits = self._slot_table, step_results[-1]
         vocabulary = logits.shape[1]
         found = sample_special(self._ops, logits, sampling, special, slot_table.counts(vocabulary))
@@ -105,7 +107,8 @@ class SpecialGraphs:
         slot_table.count(seq_slots, found.tokens, special.columns.increments, vocabulary)
 
     def _tensors(self, size: int, vocabulary: int) -> SpecialTensors:
-        """Inputs of `size` rows without biases, penalties and masks."""
+        """Input tensors of `size` rows, none of them special yet. The first call allocates those of the largest
+        step."""
         if self._inputs is None:
             zeros = partial(torch.zeros, device=self._device.torch_device)
             self._inputs = inputs = _SpecialInputs(
@@ -120,8 +123,8 @@ class SpecialGraphs:
         return SpecialTensors.from_packed(packed[: WORDS * size], size, *lists)
 
     def replay(self, captured: SpecialGraph, special: SpecialArrays, count: int) -> SampledRows:
-        """Replays the graph after that of its step, of which `count` rows sample. The result is valid until the next
-        replay. `special` has as many rows as the graph, and at most MAX_BIASES biases."""
+        """Replays the graph after that of its step, of which `count` rows sample, and writes the slot table. The result
+        is valid until the next replay. `special` has as many rows as the graph, and at most MAX_BIASES biases."""
         assert self._inputs is not None, "nothing was captured"
         given = special.packed, special.bias_ids, special.bias_values, special.masks
         for target, sent in zip(self._inputs, self._device.send(given), strict=True):
@@ -140,9 +143,9 @@ _Column = TypeVar("_Column")
 
 
 def default_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Default sizes of decode steps, ascending: 8 apart, from 128 on an eighth of a power of two, so that few rows are
-    padding. Up to about 180 rows padding costs nothing, since products wait for their weights; each graph costs time at
-    start, and memory."""
+    """Default sizes of decode steps, ascending: 1, 2, 4, then 8 apart, from 128 on an eighth of the power of two below,
+    so that few rows are padding; the last is `max_num_seqs`. Up to about 180 rows padding costs nothing, since products
+    wait for their weights; each graph costs time at start, and memory."""
     sizes, size = [*_SMALL], _STEP
     while size < max_num_seqs:
         sizes.append(size)
@@ -151,7 +154,7 @@ def default_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 
 class _DecodeColumns(NamedTuple, Generic[_Column]):
-    """A step's inputs, [B] each, in one array of `_DECODE_WORDS` * B words of 8 bytes."""
+    """The inputs of a decode step, [B] each, in one array of `_DECODE_WORDS` * B words of 8 bytes."""
 
     token_ids: _Column  # int64
     seq_slots: _Column
@@ -174,7 +177,8 @@ _NO_TABLES = np.zeros((0, 1), dtype=np.int32)
 
 
 def _decode_columns(packed: Any, size: int, int32: Any, float32: Any) -> _DecodeColumns[Any]:
-    """Splits `packed`, an array or tensor of int64 [_WORDS * size], into columns with dtypes of its library."""
+    """Splits `packed`, an int64 array or tensor [_DECODE_WORDS * size], into columns. `int32` and `float32` are dtypes
+    of its library."""
     long, short = (
         packed[: _DECODE_LONG * size].reshape(_DECODE_LONG, size),
         packed[_DECODE_LONG * size :].view(int32).reshape(_DECODE_SHORT, size),
@@ -188,14 +192,17 @@ def _decode_sampling(columns: _DecodeColumns[Tensor]) -> SamplingTensors:
 
 @dataclass(frozen=True, slots=True)
 class _CapturedDecode:
+    """A captured decode step, and the graph of its special rows."""
+
     graph: Graph
     results: list[Tensor]  # (tokens, finite) of the run that the graph repeats
-    refresh: Refresh | None  # of its attention's plan
+    refresh: Refresh | None  # renews the attention plan before each replay
     special: SpecialGraph
 
 
 class DecodeGraphs:
-    """The graphs of decode steps, one per size; `sizes` ascend. Used by the lane's thread, in inference mode."""
+    """The graphs of decode steps, one per partition and size; `sizes` ascend. For the lane's thread, in inference
+    mode."""
 
     def __init__(
         self,
@@ -214,13 +221,13 @@ class DecodeGraphs:
         self._width = -(-max_model_len // parts.kv_cache.block_size)
         self._captured: dict[tuple[int, int], _CapturedDecode] = {}  # by partition and size
         self._blanks: dict[int, Int64s] = {}
-        self._refused = False  # a plan could not be made for what was captured
+        self._refused = False  # an attention plan could not be renewed
 
     # ---- capture
 
     def prepare(self) -> None:
-        """Allocates the buffers of the graphs, before the first capture, and finds out whether the ops can plan without
-        reading contents."""
+        """Allocates the buffers of the graphs, before the first capture. If the ops cannot plan without reading
+        contents, nothing is captured: `sizes` becomes empty."""
         with torch.inference_mode():
             fixed = self._packed, self._tables[:1], self._slot_table.last_tokens
             try:
@@ -235,14 +242,17 @@ class DecodeGraphs:
 
     @property
     def num_captured(self) -> int:
+        """Number of captured steps, over all partitions."""
         return len(self._captured)
 
     @property
     def captured_sizes(self) -> tuple[int, ...]:
+        """Sizes captured on any partition, ascending."""
         return tuple(sorted({size for _, size in self._captured}))
 
     def capture(self, partition: int, size: int) -> None:
-        """Captures the step of this size. Call it when no step is in flight."""
+        """Captures the step of this size on a partition, and the graph of its special rows. No step may be in
+        flight."""
         parts = self._parts
         with torch.inference_mode(), parts.device.partitions.use(partition):
             packed, blank = self._packed[: _DECODE_WORDS * size], self._blank(size)
@@ -258,6 +268,7 @@ class DecodeGraphs:
         self._captured[partition, size] = _CapturedDecode(graph, results, refresh, special)
 
     def _inputs(self, packed: Tensor, size: int) -> tuple[_DecodeColumns[Tensor], LanguageInput]:
+        """The columns of `packed`, and the model's input that reads them at each replay."""
         columns: _DecodeColumns[Tensor] = _decode_columns(packed, size, torch.int32, torch.float32)
         positions, table = columns.positions, self._parts.states
         rows = None
@@ -275,6 +286,8 @@ class DecodeGraphs:
         )
 
     def _launch(self, inputs: LanguageInput, columns: _DecodeColumns[Tensor], results: list[Tensor]) -> None:
+        """Launches what the graph repeats: forward, sampling, tokens into the slot table. `results` become (tokens,
+        finite, logits)."""
         slot_table, parts = self._slot_table, self._parts
         token_ids = slot_table.resolve(columns.token_ids, columns.seq_slots)
         logits = parts.model.forward(replace(inputs, token_ids=token_ids), parts.kv_cache, None)
@@ -283,16 +296,17 @@ class DecodeGraphs:
 
     @cached_property
     def _packed(self) -> Tensor:
+        """Input buffer of the largest step."""
         return torch.zeros(_DECODE_WORDS * self.sizes[-1], dtype=torch.int64, device=self._parts.device.torch_device)
 
     @cached_property
     def _tables(self) -> Tensor:
-        """Zeroed block tables of the largest step: padded rows read block 0."""
+        """Block tables of the largest step. Zeros at first, so that padded rows read block 0."""
         shape = (self.sizes[-1], self._width)
         return torch.zeros(shape, dtype=torch.int32, device=self._parts.device.torch_device)
 
     def _blank(self, size: int) -> Int64s:
-        """Input columns of a step in which every row is padding."""
+        """A new array of packed inputs in which every row is padding."""
         if size not in self._blanks:
             packed = np.zeros(_DECODE_WORDS * size, dtype=np.int64)
             columns = _decode_columns(packed, size, np.int32, np.float32)
@@ -304,7 +318,8 @@ class DecodeGraphs:
     # ---- replay
 
     def fits(self, rows: StepRows) -> bool:
-        """True if there is a graph for this step of decodes."""
+        """True if a graph of the current partition fits this step of decodes: it has the rows, and no position is
+        beyond the longest request. False for all steps once a replay has raised ValueError."""
         count = len(rows.block_tables)
         if self._refused or not self._captured or count > self.sizes[-1]:
             return False
@@ -315,8 +330,8 @@ class DecodeGraphs:
         self, rows: StepRows, seq_slots: Int64s, sampling: SamplingArrays, states: StateRows | None = None
     ) -> tuple[Tensor, Tensor]:
         """Replays a step that fits; returns (tokens, finite), valid until the next replay. Writes the slot table, and
-        `states` if the model keeps some. An error leaves no lasting effect; after a ValueError no step fits any
-        more."""
+        the recurrent states in `states`. `seq_slots` and `sampling` belong to the rows. An error leaves no lasting
+        effect; after a ValueError no step fits any more."""
         # Columns behind that are of contexts longer than any row's.
         given_tables = rows.block_tables[:, : self._width]
         count, width = given_tables.shape
@@ -345,6 +360,7 @@ class DecodeGraphs:
         return self._captured[self._parts.device.partitions.current(), self._size(len(rows.block_tables))].special
 
     def _refresh(self, refresh: Refresh, num_context: BlockIds, tables: BlockIds) -> None:
+        """Renews the attention plan of a captured step. A ValueError is raised again, and no step fits any more."""
         try:
             refresh(num_context, tables)
         except ValueError:
@@ -353,6 +369,7 @@ class DecodeGraphs:
             raise
 
     def _size(self, count: int) -> int:
+        """The smallest size with at least `count` rows; `count` must not exceed the largest."""
         return self.sizes[bisect_left(self.sizes, count)]
 
 
@@ -376,20 +393,22 @@ _FEWEST_CHUNKS, _TOKENS_PER_CHUNK = 16, 32
 
 
 class MixedSize(NamedTuple):
+    """Capacity of a captured step with prompts: all tokens, and all rows, decodes included."""
+
     tokens: int
     rows: int
 
     @property
     def chunks(self) -> int:
-        """Maximum number of prompts in a step."""
+        """Maximum number of prompt chunks in a step."""
         if self.rows <= _ROWS[-1]:
             return self.rows
         return min(self.rows, max(_FEWEST_CHUNKS, self.tokens // _TOKENS_PER_CHUNK))
 
 
 def mixed_sizes(token_budget: int, max_num_seqs: int, max_tokens: int = MAX_TOKENS) -> tuple[MixedSize, ...]:
-    """Default sizes of steps with prompts, ascending, at most `max_tokens` tokens. Rows of each: one per token, at most
-    as many as may run."""
+    """Default sizes of steps with prompts, ascending. Tokens: up to the first default that holds `token_budget`, at
+    most `max_tokens`. Rows for each number of tokens: 8, 32 and `max_num_seqs`, at most one per token."""
     sizes: list[MixedSize] = []
     for tokens in _TOKENS[: bisect_left(_TOKENS, token_budget) + 1]:
         if tokens <= max_tokens:
@@ -399,7 +418,7 @@ def mixed_sizes(token_budget: int, max_num_seqs: int, max_tokens: int = MAX_TOKE
 
 
 class _MixedColumns(NamedTuple, Generic[_Column]):
-    """The inputs of a step, consecutive in one buffer of 8-byte words."""
+    """The inputs of a step with prompts, consecutive in one buffer of 8-byte words."""
 
     token_ids: _Column  # [T] int64
     positions: _Column  # [axes * T]
@@ -419,15 +438,16 @@ class _MixedColumns(NamedTuple, Generic[_Column]):
 
     @property
     def sampling(self) -> SamplingTensors:
+        """The columns that `Ops.sample` reads."""
         tensors: Any = (self.temperatures, self.top_k, self.top_p, self.min_p, self.numbers)
         return SamplingTensors(*tensors)
 
 
 class _Layout(NamedTuple):
-    """Layout of the inputs per token."""
+    """Numbers of columns per token that depend on the model."""
 
-    axes: int  # of positions
-    features: int  # 1 where it may take a picture's, else 0
+    axes: int  # of positions: 3 with multimodal rotary positions, else 1
+    features: int  # 1 if a token may take an image feature, else 0
 
     def counts(self, size: MixedSize) -> tuple[list[int], list[int], list[int]]:
         """Lengths of the int64, int32 and float32 columns."""
@@ -436,12 +456,14 @@ class _Layout(NamedTuple):
         return long, [rows + 1, rows + 1, rows, rows, rows], [rows] * 4
 
     def num_words(self, size: MixedSize) -> int:
+        """Words of 8 bytes that all columns take."""
         long, *short = self.counts(size)
         return sum(long) + sum(-(-count // 2) for counts in short for count in counts)
 
 
 def _mixed_columns(packed: Any, size: MixedSize, layout: _Layout, types: tuple[Any, Any, Any]) -> _MixedColumns[Any]:
-    """Splits `packed`, an array or tensor of int64, into columns. `types`: int64, int32, float32 of its library."""
+    """Splits `packed`, an int64 array or tensor of at least `layout.num_words(size)`, into columns. `types`: int64,
+    int32, float32 of its library."""
     columns, begin = [], 0
     for dtype, width, counts in zip(types, (1, 2, 2), layout.counts(size), strict=True):
         for count in counts:
@@ -456,13 +478,16 @@ _ARRAYS, _TENSORS = (np.int64, np.int32, np.float32), (torch.int64, torch.int32,
 
 @dataclass(frozen=True, slots=True)
 class _CapturedMixed:
+    """A captured step with prompts, and the graph of its special rows."""
+
     graph: Graph
     results: list[Tensor]  # (tokens, finite) of the run that the graph repeats
     special: SpecialGraph
 
 
 class MixedGraphs:
-    """The graphs of steps with prompts, one per size; `sizes` ascend. Used by the lane's thread, in inference mode."""
+    """The graphs of steps with prompts, one per partition and size; `sizes` ascend. For the lane's thread, in inference
+    mode."""
 
     def __init__(
         self,
@@ -486,8 +511,8 @@ class MixedGraphs:
     # ---- capture
 
     def prepare(self) -> None:
-        """Allocates the inputs, before the first capture, and finds out whether the ops can plan without reading
-        contents."""
+        """Allocates the inputs, before the first capture. If the ops cannot plan without reading contents, or the model
+        has recurrent states, nothing is captured: `sizes` becomes empty, and `note` says why."""
         if not self.sizes:
             return
         reason = "recurrent states are planned from contents" if self._parts.states is not None else ""
@@ -503,7 +528,8 @@ class MixedGraphs:
             self.sizes = ()
 
     def capture(self, partition: int, size: MixedSize) -> None:
-        """Captures the step of this size. Call it when no step is in flight."""
+        """Captures the step of this size on a partition, and the graph of its special rows. No step may be in
+        flight."""
         parts = self._parts
         with torch.inference_mode(), parts.device.partitions.use(partition):
             blank = self._blank(size)
@@ -516,6 +542,8 @@ class MixedGraphs:
         self._captured[partition, size] = _CapturedMixed(graph, results, special)
 
     def _inputs(self, columns: _MixedColumns[Tensor], size: MixedSize) -> LanguageInput:
+        """The model's input that reads the columns at each replay. With an image cache every token may take a
+        feature."""
         positions = columns.positions.view(3, -1) if self._layout.axes == 3 else columns.positions
         return LanguageInput(
             token_ids=columns.token_ids,
@@ -529,7 +557,9 @@ class MixedGraphs:
         )
 
     def _launch(self, inputs: LanguageInput, columns: _MixedColumns[Tensor], results: list[Tensor]) -> None:
-        """Launches the step. Decodes come first among rows, sampling rows and tokens, so the first slots are theirs."""
+        """Launches what the graph repeats: forward, sampling, tokens into the slot table. `results` become (tokens,
+        finite, logits). Decodes come first among tokens and among sampling rows, so `seq_slots` begin with theirs;
+        tokens of prompts are never -1, so resolving some of them has no effect."""
         slot_table, parts, num_rows = self._slot_table, self._parts, len(columns.seq_slots)
         head, rest = columns.token_ids[:num_rows], columns.token_ids[num_rows:]
         token_ids = torch.cat((slot_table.resolve(head, columns.seq_slots), rest))
@@ -538,29 +568,34 @@ class MixedGraphs:
         slot_table.write(columns.seq_slots, results[0])
 
     def _rows(self, columns: _MixedColumns[Tensor], size: MixedSize) -> MixedRows:
+        """The rows of a step of this size, for `Ops.plan_mixed`."""
         tables = self._tables[: size.rows]
         return MixedRows(columns.cu_q, columns.rest_cu_q, columns.num_context, columns.decode_context, tables)
 
     def _columns(self, size: MixedSize) -> _MixedColumns[Tensor]:
+        """The first columns of the input buffer, for a step of this size."""
         columns: _MixedColumns[Tensor] = _mixed_columns(self._packed, size, self._layout, _TENSORS)
         return columns
 
     @cached_property
     def _packed(self) -> Tensor:
+        """Input buffer of the largest step."""
         words = self._layout.num_words(self.sizes[-1])
         return torch.zeros(words, dtype=torch.int64, device=self._parts.device.torch_device)
 
     @cached_property
     def _tables(self) -> Tensor:
+        """Block tables of the largest step. Zeros at first, so that padded rows read block 0."""
         shape = (self.sizes[-1].rows, self._width)
         return torch.zeros(shape, dtype=torch.int32, device=self._parts.device.torch_device)
 
     @cached_property
     def _every_token(self) -> Tensor:
+        """Indices of all tokens of the largest step."""
         return torch.arange(self.sizes[-1].tokens, device=self._parts.device.torch_device)
 
     def _blank(self, size: MixedSize) -> Int64s:
-        """Packed inputs of a step in which every row is padding."""
+        """A new array of packed inputs in which every token and row is padding."""
         packed = np.zeros(self._layout.num_words(size), dtype=np.int64)
         columns = _mixed_columns(packed, size, self._layout, _ARRAYS)
         columns.slots[:], columns.image_slots[:], columns.seq_slots[:] = -1, -1, self._slot_table.padding
@@ -568,6 +603,7 @@ class MixedGraphs:
 
     @property
     def num_captured(self) -> int:
+        """Number of captured steps, over all partitions."""
         return len(self._captured)
 
     @property
@@ -578,7 +614,9 @@ class MixedGraphs:
     # ---- replay
 
     def size_of(self, plan: LanguagePlan, rows: StepRows) -> MixedSize | None:
-        """The size of the graph for this step; None if no graph fits with at most a tile of padding."""
+        """The size of the current partition's graph for this step: the first that has its tokens, rows and prompts.
+        None if none does with less than two tiles of padding (256 tokens), or a position is beyond the longest
+        request."""
         if rows.position_end > self._max_model_len:
             return None
         num_tokens, num_rows, num_chunks = len(rows.token_ids), plan.num_rows, len(plan.chunks)
@@ -593,8 +631,9 @@ class MixedGraphs:
     def replay(
         self, size: MixedSize, plan: LanguagePlan, rows: StepRows, seq_slots: Int64s, sampling: SamplingArrays
     ) -> tuple[Tensor, Tensor]:
-        """Replays a step; returns (tokens, finite) of the rows that sample, valid until the next replay. `seq_slots`
-        and `sampling` belong to those rows. Writes the slot table. An error leaves no lasting effect."""
+        """Replays a step; returns (tokens, finite) of the rows that sample, valid until the next replay. `size`: from
+        `size_of`. `seq_slots` and `sampling` belong to the rows that sample. Writes the slot table. An error leaves no
+        lasting effect."""
         device, num_decodes, num_rows = self._parts.device, len(plan.decodes), plan.num_rows
         num_tokens, num_sampled = len(rows.token_ids), len(seq_slots)
         packed = self._blank(size)
@@ -622,11 +661,13 @@ class MixedGraphs:
         return tokens[:num_sampled], finite[:num_sampled]
 
     def special_graph(self, size: MixedSize) -> SpecialGraph:
+        """The current partition's graph of the special rows of a step of this size."""
         return self._captured[self._parts.device.partitions.current(), size].special
 
 
 class StepGraphs:
-    """The graphs of all captured language steps. Sizes ascend. For the lane's thread only."""
+    """The graphs of all captured language steps: decodes, steps with prompts, and the special rows of both. Sizes
+    ascend. For the lane's thread only."""
 
     def __init__(
         self,
@@ -643,23 +684,25 @@ class StepGraphs:
         self.mixed = MixedGraphs(parts, slot_table, self.special, mixed_sizes, max_model_len)
 
     def prepare(self) -> None:
-        """Prepares all graphs; call it before the first capture."""
+        """Allocates the inputs of all graphs; drops sizes that cannot be captured. Call it before `wanted` and the
+        first capture."""
         self.decodes.prepare()
         self.mixed.prepare()
 
     @property
     def _order(self) -> list[int | MixedSize]:
+        """Sizes in capture order: steps with prompts, then decodes, each from the largest down."""
         return [*reversed(self.mixed.sizes), *reversed(self.decodes.sizes)]
 
     @property
     def wanted(self) -> list[tuple[int, int]]:
-        """(partition, number of the graph there) of all graphs in capture order: the largest first, whose memory the
-        smaller ones reuse."""
+        """(partition, number of the step there) of all steps to capture, in capture order: per partition steps with
+        prompts first, and the largest first, whose memory the smaller ones reuse."""
         partitions = range(self._device.partitions.count)
         return [(partition, number) for partition in partitions for number in range(len(self._order))]
 
     def capture(self, partition: int, number: int) -> None:
-        """Captures one graph; no step may be in flight."""
+        """Captures a step of `wanted`, with the graph of its special rows. No step may be in flight."""
         size = self._order[number]
         if isinstance(size, MixedSize):
             self.mixed.capture(partition, size)
@@ -668,12 +711,13 @@ class StepGraphs:
 
     @property
     def num_bytes(self) -> int:
-        """Device memory of the graphs."""
+        """Bytes of device memory that the graphs, and the inputs of special rows, take."""
         return self.decodes.num_bytes + self.mixed.num_bytes + self.special.num_bytes
 
     @property
     def num_graphs(self) -> int:
-        """Number of graphs: each captured step is followed by one for special rows."""
+        """Number of graphs, two per captured step: the second samples special rows (biases, penalties, masks, log
+        probabilities)."""
         return 2 * (self.decodes.num_captured + self.mixed.num_captured)
 
     @property

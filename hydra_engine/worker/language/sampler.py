@@ -461,8 +461,8 @@ class SlotSpecials:
 
     def _mask(self, seq_slot: int, state: SamplingState, num_generated: int, vocabulary: int) -> _Words | None:
         """The mask of allowed tokens as bits, [ceil(V / 32)]; None: all are allowed, also if an earlier row of the
-        request failed. With a grammar, waits for the request's tokens; other masks are kept until a rule begins or ends
-        to apply. Raises what `allowed_tokens` raises."""
+        request failed. With a grammar, waits for the request's tokens; other masks are kept until a rule begins or
+        ceases to apply. Raises what `allowed_tokens` raises."""
         if state.constraint is not None:
             assert state.history is not None
             state.history.resolve()

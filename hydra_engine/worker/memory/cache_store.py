@@ -35,8 +35,8 @@ def allocate_kv_cache(
     share: Share | None = None,
 ) -> PagedCache:
     """Allocates the KV cache [N, L, 2, S, Hkv, D] of `dtype`; `quantized`: of int8, with scales for rows of `dtype`.
-    `share`: given if peers read this cache, as they do where prefill is computed. Without it the memory is private, and
-    the system gives it larger pages."""
+    `share`: allocates memory that peers can map; given if they read this cache, as they do where prefill is computed.
+    Without it the memory is private, and the system gives it larger pages."""
     language = spec.language
     shape = (plan.num_kv_blocks, language.num_kv_layers, 2, block_size, language.num_kv_heads, language.head_dim)
     if not quantized:
@@ -58,8 +58,8 @@ def allocate_image_cache(
     device: torch.device = _CPU,
     share: Share | None = None,
 ) -> PagedCache | None:
-    """Allocates the image cache [N, planes, 1, S, 1, C]; None if the instance never holds features. `share`: given
-    if peers read this cache, as they do where images are encoded."""
+    """Allocates the image cache [N, planes, 1, S, 1, C]; None if the instance never holds features. `share`: allocates
+    memory that peers can map; given if they read this cache, as they do where images are encoded."""
     if spec.vision is None or plan.num_image_blocks == 0:
         return None
     shape = (plan.num_image_blocks, spec.vision.num_planes, 1, block_size, 1, spec.vision.feature_size)
@@ -69,8 +69,8 @@ def allocate_image_cache(
 def allocate_states(
     spec: ModelSpec, plan: CachePlan, dtype: torch.dtype, *, device: torch.device = _CPU
 ) -> StateCache | None:
-    """Allocates the recurrent states; None if the model has none. Sequence slot s has state slots 2 s and 2 s + 1: a
-    step reads one and writes the other, so that a step that raised can be run again."""
+    """Allocates the recurrent states; None if the model has none or the plan no slots for them. Sequence slot s has
+    state slots 2 s and 2 s + 1: a step reads one and writes the other, so that a step that raised can be run again."""
     shape = spec.language.delta
     if shape is None or not plan.num_state_slots:
         return None
@@ -81,6 +81,7 @@ def allocate_states(
 
 
 def _paged(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, share: Share | None) -> PagedCache:
+    """A cache of this shape, in memory of `share` if given and the cache is not empty, else private."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if share is None or num_bytes == 0:
         return PagedCache(_allocate(shape, dtype, device))
@@ -89,6 +90,7 @@ def _paged(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, sha
 
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A zeroed tensor. On a CPU it is aligned to 64 bytes, and takes no memory before it is written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # torch.zeros writes every page; calloc, behind numpy, hands out pages that are zero already.

@@ -44,8 +44,9 @@ def filled_places(language: LanguageSpec, num_tokens: int) -> float:
 def with_limits(
     config: EngineConfig, spec: ModelSpec, role: Role, dtype_bytes: int, own_bytes: int, weight_bytes: int | None
 ) -> tuple[EngineConfig, str | None]:
-    """Returns the configuration with both limits, and a note for the user on those that were chosen here. `own_bytes`:
-    the instance's part of the device. `dtype_bytes`: bytes of an activation; `weight_bytes`: of a weight, if fewer."""
+    """Returns the configuration with both limits of a language step, and a note for the user on those that were chosen
+    here. Unchanged, and no note, if both are configured or the role has no language steps. `own_bytes`: the instance's
+    part of the device. `dtype_bytes`: bytes of an activation; `weight_bytes`: of a weight, if fewer."""
     given = config.scheduler
     if not role.needs_language or (given.token_budget is not None and given.max_num_seqs is not None):
         return config, None
@@ -59,7 +60,8 @@ def with_limits(
 
 
 def _candidates(given: SchedulerConfig, language: LanguageSpec) -> Iterator[SchedulerConfig]:
-    """Yields limits, the largest first. Lowers requests before tokens, since tokens give prompts their full speed."""
+    """Yields limits, the largest first; configured ones stay. Lowers requests before tokens, since tokens give prompts
+    their full speed."""
     all_tokens = [given.max_step_tokens]
     if given.token_budget is None:
         best = next((count for count in TOKENS if filled_places(language, count) >= FULL), TOKENS[-1])
@@ -73,6 +75,7 @@ def _candidates(given: SchedulerConfig, language: LanguageSpec) -> Iterator[Sche
 
 
 def _halved(most: int, least: int) -> Iterator[int]:
+    """Yields `most` and its halves above `least`, then `least`."""
     while most > least:
         yield most
         most //= 2
@@ -80,6 +83,9 @@ def _halved(most: int, least: int) -> Iterator[int]:
 
 
 def _holds(needs: Needs, own_bytes: int, limits: SchedulerConfig) -> bool:
+    """True if these limits fit the instance's memory: what their steps need beyond those of the default limits is at
+    most STEPS_SHARE of what weights leave, and each request has MIN_CONTEXT tokens of KV. The latter is not asked of
+    the default or of a configured number of requests."""
     left_bytes = own_bytes - sum(needs.weights) - MARGIN_BYTES
     least = replace(limits, token_budget=DEFAULT_TOKENS, max_num_seqs=DEFAULT_REQUESTS)
     larger, smaller = (replace(needs, config=replace(needs.config, scheduler=each)) for each in (limits, least))
@@ -94,5 +100,6 @@ def _holds(needs: Needs, own_bytes: int, limits: SchedulerConfig) -> bool:
 
 
 def _steps_bytes(needs: Needs) -> int:
+    """Bytes of working memory, estimated, and of recurrent states."""
     working = estimate(needs.spec, needs.role, needs.config, needs.dtype_bytes)
     return working.total_bytes + needs.state_bytes
