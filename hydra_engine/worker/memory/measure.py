@@ -35,14 +35,16 @@ def measure(
     plan: CachePlan,
 ) -> WorkingMemory:
     """Runs the largest steps in the calling thread and returns the memory that they take. `config` has no "auto" left;
-    `plan` has the length of the longest request. The device must report peaks; its errors are raised unchanged."""
+    `plan` says which caches there are, how many state slots, and the longest request. The device must report peaks; its
+    errors are raised unchanged."""
     peaks = _Peaks(model, backend, spec, config, plan)
     captures, partitions = backend.device.asynchronous, backend.device.partitions.count
     return working_memory(peaks, spec, role, config, captures=captures, partitions=partitions)
 
 
 class _Peaks:
-    """`LargestSteps`, run with caches of one block each, where the plan has any at all, and a state for every row."""
+    """`LargestSteps` measured by running them, with caches of one block each, where the plan has any at all, and a
+    state for every row."""
 
     def __init__(
         self, model: ServedModel, backend: Backend, spec: ModelSpec, config: EngineConfig, plan: CachePlan
@@ -80,17 +82,21 @@ class _Peaks:
         return self._peak(partial(self._forward, counts, scored=False, merged=True))
 
     def _peak(self, job: partial[None]) -> int:
+        """Peak bytes of additional device memory while the job runs. Asserts that the device reports it."""
         peak = self._backend.device.peak_bytes(job)
         assert peak is not None, "the device can tell peaks"
         return peak
 
     def _encode(self, largest: LargestEncode) -> None:
+        """Encodes zero pictures; writes no cache."""
         assert self._image_cache is not None
         device = self._backend.device.torch_device
         self._model.encode(blank_pictures(largest.span, largest.picture, largest.num_spans, device), self._image_cache)
 
     def _forward(self, counts: Sequence[int], *, scored: bool, merged: bool = False) -> None:
-        """Runs a step with all rows at the end of the longest context. `merged`: all tokens take image features."""
+        """Runs a step whose row r has `counts[r]` tokens at the end of the longest context; on an asynchronous device
+        also samples. `scored`: the head computes all tokens. `merged`: all tokens take image features, if there is an
+        image cache."""
         ops, device = self._backend.ops, self._backend.device.torch_device
         contexts = [max(self._max_model_len, *counts)] * len(counts)
         num_merged = sum(counts) if merged and self._image_cache is not None else 0

@@ -32,6 +32,9 @@ _LOGIT_COPIES = 4  # of the rows that are sampled: the logits, their probabiliti
 
 
 class FewerGraphs(NamedTuple):
+    """A set of graphs: steps with prompts of at most `captured_tokens` (0: none), and the bytes that all graphs
+    take."""
+
     captured_tokens: int
     graph_bytes: int
 
@@ -57,6 +60,7 @@ class WorkingMemory:
         return self.activation_bytes + self.graph_bytes
 
     def times(self, partitions: int) -> WorkingMemory:
+        """The same on a device with this number of partitions: everything counts once for each."""
         return replace(
             self,
             encode_bytes=self.encode_bytes * partitions,
@@ -77,6 +81,8 @@ NOT_COUNTED = WorkingMemory()
 
 
 class LargestEncode(NamedTuple):
+    """The largest encode: `num_spans` times `span`, each of a picture of `picture` size (width, height)."""
+
     picture: tuple[int, int]
     span: ItemPlan
     num_spans: int
@@ -87,19 +93,23 @@ class LargestEncode(NamedTuple):
 
 
 def image_budget(config: EngineConfig, vision: VisionSpec) -> int:
-    """Maximum patches of a vision step with more than one picture."""
+    """Maximum patches of a vision step with more than one picture: as configured, or by default two largest pictures,
+    at most DEFAULT_IMAGE_BUDGET."""
     given = config.scheduler.image_budget
     return given if given > 0 else min(2 * vision.max_patches_per_image, DEFAULT_IMAGE_BUDGET)
 
 
 def largest_encode(vision: VisionSpec, budget: int) -> LargestEncode:
+    """The encode of the span with the most patches, as often as it takes to reach `budget` patches, so it may exceed
+    them by less than a span."""
     spans = [(size, item) for size in _PICTURES for item in vision.plan_image(*size).items]
     picture, span = max(spans, key=lambda pair: pair[1].num_patches)
     return LargestEncode(picture, span, max(1, -(-budget // span.num_patches)))
 
 
 def counts_of_largest(num_tokens: int, num_rows: int, longest: int) -> list[int]:
-    """Tokens of each row of a step of `num_tokens`: one per row, the rest in the last rows, at most `longest` each."""
+    """Tokens of each row of a step of `num_tokens`: one per row, the rest in the last rows, at most `longest` each. No
+    more rows than tokens; fewer tokens if the rows cannot hold all."""
     counts, left = [1] * min(num_rows, num_tokens), max(num_tokens - num_rows, 0)
     for row in reversed(range(len(counts))):
         more = min(left, longest - 1)
@@ -109,7 +119,8 @@ def counts_of_largest(num_tokens: int, num_rows: int, longest: int) -> list[int]
 
 
 class LargestSteps(Protocol):
-    """A source of the bytes that the largest step of each stage takes."""
+    """Bytes that the largest steps take beside weights and caches, measured or estimated: an encode, a decode of all
+    requests that may run, a step with prompts (scored ones too), and a captured step of the given size."""
 
     def encode(self, vision: VisionSpec) -> int: ...
 
@@ -123,7 +134,8 @@ class LargestSteps(Protocol):
 def working_memory(
     steps: LargestSteps, spec: ModelSpec, role: Role, config: EngineConfig, *, captures: bool, partitions: int
 ) -> WorkingMemory:
-    """Returns the memory of the role's steps. `captures`: the device can replay steps. `enforce_eager` applies."""
+    """Returns the memory of the role's steps. `captures`: the device can replay steps and samples special rows itself;
+    with `enforce_eager` no graphs are counted. Everything counts once for each of `partitions`."""
     encode = language = graphs = 0
     of_steps = [FewerGraphs(MAX_TOKENS, 0)]
     if spec.vision is not None and role.needs_vision:
@@ -142,7 +154,9 @@ def working_memory(
 def _step_graphs(
     steps: LargestSteps, spec: ModelSpec, role: Role, config: EngineConfig, decode_bytes: int
 ) -> list[FewerGraphs]:
-    """Memory of the graphs of language steps, then of smaller sets of graphs. Graphs share their activation memory."""
+    """Sets of graphs of language steps, the largest first: all; with prompts of at most a half, a quarter and an eighth
+    of the tokens, from FEW_TOKENS up; decodes alone. Bytes include the activation memory, which the graphs share. No
+    steps with prompts if the model has recurrent states."""
     scheduler, most = config.scheduler, MAX_TOKENS if Role.P in role else FEW_TOKENS
     sizes = (
         () if spec.language.has_states else mixed_sizes(scheduler.max_step_tokens, scheduler.max_running_requests, most)
@@ -160,6 +174,8 @@ def _step_graphs(
 
 @dataclass(frozen=True, slots=True)
 class _Estimates:
+    """`LargestSteps` estimated from the spec."""
+
     spec: ModelSpec
     config: EngineConfig
     dtype_bytes: int
@@ -177,6 +193,8 @@ class _Estimates:
         return self._step(size.tokens, 0)
 
     def _step(self, num_tokens: int, num_scored: int) -> int:
+        """Bytes of a layer's activations or of the logits, whichever are more. `num_scored`: rows of prompts whose
+        logits exist at once."""
         language, num_rows = self.spec.language, self.config.scheduler.max_running_requests
         layer = num_tokens * 3 * (language.hidden_size + language.intermediate_size) * self.dtype_bytes
         return max(layer, (_LOGIT_COPIES * num_rows + num_scored) * language.vocab_size * 4)
@@ -191,6 +209,7 @@ def estimate(spec: ModelSpec, role: Role, config: EngineConfig, dtype_bytes: int
 
 
 def estimated_encode(vision: VisionSpec, config: EngineConfig, dtype_bytes: int) -> int:
+    """Estimated bytes of the largest encode; of one largest image if the family's own processor plans its pictures."""
     budget = image_budget(config, vision)
     sized = vision.processor is None
     patches = largest_encode(vision, budget).num_patches if sized else vision.max_patches_per_image
@@ -198,13 +217,15 @@ def estimated_encode(vision: VisionSpec, config: EngineConfig, dtype_bytes: int)
 
 
 def special_row_bytes(spec: ModelSpec, config: EngineConfig) -> int:
-    """Bytes of token counts and masks on a device that samples special rows itself (worker/language/sampler.py)."""
+    """Bytes of the token counts and masks by which a device samples special rows (biases, penalties, masks, log
+    probabilities; worker/language/sampler.py)."""
     per_slot = 4 * spec.language.vocab_size + 4 * -(-spec.language.vocab_size // 32)
     return (config.scheduler.max_running_requests + 1) * per_slot
 
 
 def encode_graph_bytes(vision: VisionSpec, config: EngineConfig, encode_bytes: int) -> int:
-    """Bytes of captured encodes, which have their own activation memory. `encode_bytes`: of the largest encode."""
+    """Bytes of captured encodes, which have their own activation memory; 0 if none is captured. `encode_bytes`: of the
+    largest encode."""
     if vision.processor is not None:
         return 0
     largest = largest_encode(vision, image_budget(config, vision)).num_patches
