@@ -60,7 +60,7 @@ def step_indices(name: str, indices: Tensor, device: torch.device, *, least: int
 class _OnStream:
     """A descriptor with the interface of `_C.CacheDesc` that launches on the current stream of its cache's device.
 
-    All methods but `copy_to` raise ValueError for a cache in host memory.
+    Methods take the extension's arguments. All but `copy_to` raise ValueError for a cache in host memory.
     """
 
     def __init__(self, desc: _C.CudaCacheDesc, device: torch.device) -> None:
@@ -68,15 +68,20 @@ class _OnStream:
         self._device = device
 
     def write(self, *arguments: int) -> None:
+        """Launches `_C.CudaCacheDesc.write`: writes rows to cache slots."""
         self._desc.write(_stream(self._device), *arguments)
 
     def rope_and_write(self, layer: int, *arguments: Any) -> None:
+        """Launches `_C.CudaCacheDesc.rope_and_write`: rotates queries and keys, and writes keys and values to cache
+        slots."""
         self._desc.rope_and_write(_stream(self._device), layer, *arguments)
 
     def merge(self, plane: int, *arguments: Any) -> None:
+        """Launches `_C.CudaCacheDesc.merge`: sets rows of a tensor to image features of the cache, or adds them."""
         self._desc.merge(_stream(self._device), plane, *arguments)
 
     def gather(self, *arguments: int) -> None:
+        """Launches `_C.CudaCacheDesc.gather`: copies rows from cache slots to a tensor."""
         self._desc.gather(_stream(self._device), *arguments)
 
     def copy_to(self, target: _OnStream, pairs: int, count: int) -> None:

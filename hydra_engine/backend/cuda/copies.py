@@ -167,18 +167,21 @@ class CudaMark:
         self._event.record(torch.cuda.current_stream(device))
 
     def is_done(self) -> bool:
+        """True if the device has reached the mark. Raises BackendError if it failed."""
         try:
             return self._event.query()
         except RuntimeError as error:
             raise failure(self._device, error) from error
 
     def wait(self) -> None:
+        """Sleeps until the device has reached the mark. Raises BackendError if it failed."""
         try:
             self._event.synchronize()
         except RuntimeError as error:
             raise failure(self._device, error) from error
 
     def seconds_since(self, earlier: Mark) -> float:
+        """Device seconds from `earlier` to this mark; both must be done. Raises BackendError if the device failed."""
         assert isinstance(earlier, CudaMark)
         try:
             return earlier._event.elapsed_time(self._event) / 1000

@@ -78,7 +78,7 @@ def delta_rule(inputs: DeltaInputs, cache: StateCache, layer: int, rows: StateRo
 
 
 def _checked(rows: StateRows, tokens: int, states: Tensor, layer: int) -> CudaStateRows:
-    """Returns `rows.native`. Raises ValueError unless it has this number of tokens, and states [N, L, ..] have the
+    """Returns `rows.native`. Raises ValueError unless the rows have `tokens` tokens, and `states` [N, L, ..] has the
     layer and all slots that the host knows."""
     native = rows.native
     assert isinstance(native, CudaStateRows), "rows that Ops.plan_states of these ops has not seen"

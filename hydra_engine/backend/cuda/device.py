@@ -151,12 +151,12 @@ class CudaDevice:
         return self._sender.send(arrays)
 
     def fetch(self, tensors: Sequence[Tensor]) -> Fetch:
-        """Starts to copy tensors to pinned host memory, after all that the current stream has. Raises ValueError for a
+        """Starts to copy tensors to pinned host memory, after all work on the current stream. Raises ValueError for a
         dtype that numpy does not have."""
         return CudaFetch(self.torch_device, tensors)
 
     def mark(self) -> Mark:
-        """Marks the present end of the current stream."""
+        """Marks the present end of the current stream, for waiting and timing."""
         return CudaMark(self.torch_device)
 
     def capture(self, launch: Callable[[], None]) -> Graph:

@@ -1,8 +1,8 @@
 """Attention by FlashInfer, with the interface of attention.py.
 
 FlashInfer plans on the host, once per step and kind of layer, into a wrapper that all these layers run. Decodes take
-its Ampere kernels, which are as fast where memory bounds; prompts and segments can take Hopper kernels ("fa3"). Head
-dims that FlashInfer does not support, and kernels that are neither compiled nor can be, fall back to Triton.
+its Ampere kernels, which are as fast as others where memory is the limit; prompts and segments can take Hopper kernels
+("fa3"). What FlashInfer does not support, or has no kernel for and cannot compile here, falls back to Triton.
 
 In a captured decode step only `run` is part of the graph; the host plans before each replay. A graph keeps addresses
 and launch sizes. So pages and schedule are in buffers of a lane, one set per kind of layer, since all kinds of a step
@@ -237,8 +237,8 @@ class GraphPlan:
             decode.plan(self.pages(kind.block_size))
 
     def pages(self, block_size: int) -> Pages:
-        """The rows of the last refresh as `Pages`. Raises ValueError if there was none, or if a context is 0 or longer
-        than its blocks."""
+        """The rows of the last refresh as `Pages`. Raises ValueError if there was none, or if a context is below 1 or
+        longer than its blocks."""
         if not self.rows:
             raise ValueError("plan: expected one that was refreshed, whose rows are known to the host")
         ((num_context, tables),) = self.rows
@@ -394,8 +394,8 @@ class FlashInferAttention:
     # ---- attention
 
     def paged(self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:
-        """Implements `Ops.attention_paged` for a plan of this class. Decodes and prompts take Triton separately where
-        FlashInfer has no kernel for their dtype and heads, or is not to be used."""
+        """Implements `Ops.attention_paged` for plans that this class made. Decodes, and likewise prompts, take Triton
+        where FlashInfer has no kernel for their dtype and heads, or is not to be used."""
         native = plan.native
         if isinstance(native, CudaPlan):
             return self._by_triton.paged(q, cache, layer, plan, scale)
@@ -488,7 +488,7 @@ class FlashInferAttention:
         return decode.wrapper
 
     def _decode(self, kind: Kind, native: FlashPlan) -> Any:
-        """Returns a wrapper that is planned for the step's decodes."""
+        """Returns a wrapper that is planned for the step's decodes; all layers of this kind run the same plan."""
 
         def plan(wrapper: Any) -> None:
             _, *pages = self._pages(native, slice(native.num_decodes), kind)
@@ -499,7 +499,8 @@ class FlashInferAttention:
         return wrappers.get_planned((native, kind), plan)
 
     def _prefill(self, kind: Kind, native: FlashPlan, kernel: str) -> Any:
-        """Returns a wrapper that is planned for the step's rows after the decodes. kernel: from `_kernel`."""
+        """Returns a wrapper that is planned for the step's rows after the decodes; all layers of this kind run the same
+        plan. kernel: from `_kernel`."""
 
         def plan(wrapper: Any) -> None:
             pages = self._pages(native, slice(native.num_decodes, None), kind)

@@ -63,7 +63,7 @@ class FlashKernels(NamedTuple):
         return None if wanted != "auto" and self.reason_missing(wanted, dtype, head_dim) else wanted
 
     def describe(self) -> str:
-        """Names and head dims of the built kernels, as "decode-128, fa2-128"; "none" without any."""
+        """Names and head dims of the built kernels, such as "decode-128, fa2-128"; "none" without any."""
         names = sorted({(kernel.name, kernel.head_dim) for kernel in self.built})
         return ", ".join(f"{name}-{head_dim}" for name, head_dim in names) or "none"
 

@@ -67,7 +67,8 @@ class GraphPools:
             return self._capture(launch, stream)
 
     def _capture_beside(self, launch: Launch, stream: torch.cuda.Stream) -> tuple[CudaGraph, ...]:
-        """Captures on the side stream, after what `stream` has; later work on `stream` comes after it."""
+        """Captures on the side stream, which waits for the present work on `stream`; later work on `stream` waits for
+        the warm-up."""
         if self._side is None:
             self._side = torch.cuda.Stream(self._device)
         self._side.wait_stream(stream)

@@ -30,9 +30,9 @@ def priorities(lane_priority: str, capability: tuple[int, int] | None) -> dict[s
     """Stream priorities of the lanes on such a GPU, 0 for a lane that is not named. lane_priority: a key of PRIORITIES.
     capability: None if there is no GPU.
 
-    Empty without a GPU, and with programmatic dependent launch: programs of the lane's next kernel would always be
-    ready and take every free place, so that an encode beside steps of 8 requests took 15 times as long (measured).
-    There worker/vision/gate.py bounds what an encode adds to a step.
+    Empty without a GPU, and from BEGINS_EARLY on: with programmatic dependent launch, programs of the lane's next
+    kernel would always be ready and take every free place, so that an encode beside steps of 8 requests took 15 times
+    as long (measured). There worker/vision/gate.py bounds what an encode adds to a step.
     """
     return {} if capability is None or capability >= BEGINS_EARLY else PRIORITIES[lane_priority]
 

@@ -96,8 +96,11 @@ def _tensor_core_scales(weight: QuantizedWeight) -> Tensor | None:
 def implementation(
     rows: int, *, deterministic: bool, quantized: bool = False, rounds_rows: bool = False
 ) -> Implementation:
-    """Chooses how x of `rows` rows is multiplied. rounds_rows: of a quantised weight that FP8 tensor cores may
-    multiply, with the rows rounded."""
+    """Chooses the kernel for x of `rows` rows: "cublas"; "small", bound by reading the weight; "invariant", with one
+    order of sums for any number of rows; "scaled", on FP8 tensor cores.
+
+    rounds_rows: "scaled", which rounds x, may multiply this quantised weight.
+    """
     if deterministic:
         return "invariant"
     if quantized and rounds_rows and rows > SMALL_ROWS:

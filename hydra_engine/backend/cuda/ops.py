@@ -225,8 +225,8 @@ class CudaOps(CudaCacheOps, ComposedOps):
         return rope_linear(rows, weight.weight, weight.bias, *rotary, slots, *caches, norm, eps)
 
     def _with_norm(self, x: Tensor | DeferredNorm) -> tuple[Tensor, Tensor | None, float]:
-        """Returns (rows, weight, eps) for a product that applies a deferred norm itself. weight None: there is no norm,
-        or it has been applied to the rows, of which a product can norm only one."""
+        """Returns (rows, weight, eps): rows with a norm that the fused product is to apply, or, if weight is None, rows
+        that need none. A deferred norm of several rows is applied here."""
         if not isinstance(x, DeferredNorm):
             return x, None, 0.0
         return x if can_norm(x.rows) else (self.rms_norm(*x), None, 0.0)

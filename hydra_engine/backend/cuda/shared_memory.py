@@ -176,10 +176,12 @@ class PeerPools:
             self.close(*key)
 
     def __len__(self) -> int:
+        """Number of pools that are open."""
         return len(self._open)
 
 
 def _named(owner: int, generation: int) -> str:
+    """Words for a pool in error messages."""
     return f"generation {generation} of process {owner}"
 
 

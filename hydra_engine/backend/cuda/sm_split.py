@@ -29,8 +29,8 @@ LANGUAGE, VISION = "language", "vision"
 class Sharing:
     """Tracks which lanes have work, and chooses the partition of each job that begins. Thread-safe.
 
-    A job has ended when the device has finished its launches. No lane gets an SM that a job of the other lane uses on
-    an earlier partition: beside an encode of partition p, a step gets a language part within p's; beside a step of
+    A job has ended when the device has finished its launches. No lane gets an SM that a job of the other lane uses by
+    an earlier choice: beside an encode of partition p, a step gets a language part within p's; beside a step of
     partition p, an encode gets a vision part within p's, until that job has ended. Nothing waits for it. The undivided
     device is shared on purpose: by an encode that began on it, and by a step that chose it; worker/vision/gate.py then
     bounds the encode by the step's limit.
@@ -70,9 +70,9 @@ class Sharing:
     def begin(self, lane: str) -> int:
         """Chooses and returns the partition of the lane's next job, which begins now.
 
-        An encode gets a part of the device if the language lane has work, or if a step began since the last encode did:
-        between two steps that lane has none for a moment, and an encode is longer than a step. Otherwise it gets the
-        whole device.
+        An encode shares the device if the language lane has work, or if a step began since the last encode did: between
+        two steps that lane has none for a moment, and an encode is longer than a step. Otherwise it gets the whole
+        device.
         """
         with self._lock:
             if lane == LANGUAGE:
@@ -86,8 +86,8 @@ class Sharing:
             return place
 
     def set_partition(self, partition: int) -> int:
-        """Sets the partition for when both lanes have work. Returns what that makes the partition of the language
-        lane's present job, to which the caller moves."""
+        """Sets the partition for when both lanes have work (0: the whole device). Chooses again for the language lane's
+        present job, and returns the partition to which the caller must switch it."""
         with self._lock:
             self._chosen = partition
             place = self._step_partition()
@@ -96,9 +96,12 @@ class Sharing:
             return place
 
     def _step_partition(self) -> int:
-        """The partition of a language step: the whole device if the vision lane has no work, and while only encodes on
-        the whole device are in flight, since on a part of it the step would wait for their blocks anyway. Otherwise, of
-        the chosen one and those of encodes in flight, the one with the fewest language SMs."""
+        """The partition of a language step.
+
+        The whole device if that is set, if the vision lane has no work, and while only encodes on the whole device are
+        in flight, since on a part of it the step would wait for their blocks anyway. Otherwise, of the partition that
+        is set and those of encodes in flight, the one with the fewest language SMs.
+        """
         if not self._has_work(VISION):
             return 0
         encodes = self._places(VISION)
@@ -108,8 +111,8 @@ class Sharing:
         return min([self._chosen, *parts], key=self._num_language_sms) if self._chosen else 0
 
     def _encode_partition(self) -> int:
-        """The partition of an encode beside language work: of the chosen one and those of steps in flight, the one with
-        the most language SMs."""
+        """The partition of an encode beside language work: of the one that is set and those of steps in flight, the one
+        with the most language SMs."""
         parts = [place for place in self._places(LANGUAGE) if place]
         return max([self._chosen, *parts], key=self._num_language_sms)
 
@@ -285,8 +288,8 @@ class SplitDevice:
         return SplitLane(name, self, Track([whole, *self._streams[name]]), threads, set_threads)
 
     def set_partition(self, partition: int) -> None:
-        """Sets the partition for when both lanes have work; a number above the last means the last. Also moves the
-        calling job, of the language lane, to the partition that it gets now."""
+        """Sets the partition for when both lanes have work; a number above the last means the last. If a job of the
+        language lane calls this, it moves to the partition that it gets now. Not for the vision lane."""
         place = self.sharing.set_partition(min(partition, self.count - 1))
         if self.of_thread.track is not None:
             self.of_thread.track.switch_to(place)

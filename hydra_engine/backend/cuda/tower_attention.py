@@ -44,8 +44,8 @@ class Kernel(NamedTuple):
 
 
 def kernels(by_triton: CudaAttention, by_flashinfer: FlashInferAttention | None) -> dict[str, Kernel]:
-    """Kernels for packed attention but Triton's plain one, by their names in attention_choice.py. FlashInfer's only if
-    it is given."""
+    """Kernels for packed attention other than Triton's plain one, by their names in attention_choice.py; FlashInfer's
+    only if it is given."""
 
     def by_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
         """Computes attention by torch's kernel for segments of any lengths."""
