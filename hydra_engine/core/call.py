@@ -45,7 +45,7 @@ class TextPart:
 @dataclass(frozen=True, slots=True)
 class ImagePart:
     """A picture in a message. `source`: as the user gave it, not opened yet: a URL, a data URL, a path, the bytes of a
-    file or a picture in memory. `detail`: as in the OpenAI API."""
+    file or a picture in memory. `param`: its place in the request. `detail`: as in the OpenAI API."""
 
     kind: ClassVar = "image"
     source: Any
@@ -55,7 +55,8 @@ class ImagePart:
 
 @dataclass(frozen=True, slots=True)
 class VideoPart:
-    """A video in a message. `source`: as in ImagePart, or a list of frames at `fps` frames per second."""
+    """A video in a message. `source`: as in ImagePart, or a list of frames. `param`: its place in the request. `fps`:
+    of these frames, in frames per second."""
 
     kind: ClassVar = "video"
     source: Any
@@ -71,7 +72,9 @@ class ToolCall:
     """A call that the assistant made earlier in the conversation.
 
     `arguments`: JSON text or the object that it stands for. Text is parsed, since most templates want the object; text
-    that is not a valid object stays text. `param`: the place of the arguments in the request.
+    that is not an object within the bounds of `check_json` stays text; None and blank text become {}. `param`: the
+    place of the arguments in the request. Raises InvalidRequest for text that is too long and for an object beyond the
+    bounds.
     """
 
     name: str
@@ -86,12 +89,14 @@ class ToolCall:
         object.__setattr__(self, "num_values", num_values)
 
     def texts(self) -> Iterator[str]:
+        """Yields the id ("" without one), the name, and every string and name in the arguments."""
         yield from (self.id or "", self.name)
         yield from texts_of(self.arguments)
 
 
 def _arguments(value: Mapping[str, Any] | str | None, param: str) -> tuple[Mapping[str, Any] | str, int]:
-    """(parsed arguments or the text, number of JSON values counted in them)."""
+    """(arguments as `ToolCall` keeps them, number of JSON values in them). Text that is no JSON object counts as one
+    value; of text beyond the bounds, the values before them count. Raises InvalidRequest as `ToolCall`."""
     if value is None or (isinstance(value, str) and not value.strip()):
         return {}, 0
     if isinstance(value, Mapping):
@@ -109,13 +114,14 @@ def _arguments(value: Mapping[str, Any] | str | None, param: str) -> tuple[Mappi
 
 
 class PastCalls:
-    """A counter of the JSON values in all tool calls of one conversation, which bounds the work for one request."""
+    """Makes the tool calls of one conversation and counts their JSON values, to bound the work for one request."""
 
     def __init__(self) -> None:
         self._num_values = 0
 
     def add(self, name: str, arguments: Mapping[str, Any] | str | None, id: str | None, param: str) -> ToolCall:
-        """Makes a ToolCall. Raises InvalidRequest if it or all calls so far exceed their limits."""
+        """Returns a ToolCall and counts its values. Raises InvalidRequest if it is invalid, or if all calls so far have
+        more than MAX_CALL_VALUES values."""
         call = ToolCall(name, arguments, id, param)
         self._num_values += call.num_values
         if self._num_values > MAX_CALL_VALUES:
@@ -132,7 +138,8 @@ class ChatMessage:
     """A message of a conversation.
 
     `param`: its place, for example `messages[0]`; `prompt` for a text without messages. `others`: further fields as the
-    client gave them, for templates that read them.
+    client gave them, for templates that read them. Raises InvalidRequest for an empty list as content, and for tool
+    calls in a message that is not the assistant's.
     """
 
     role: Role
@@ -152,11 +159,12 @@ class ChatMessage:
             raise InvalidRequest(f"{param} belongs to messages of the assistant only", param=param)
 
     def place_of(self, field: str) -> str:
-        """The place of a field for errors, for example `messages[0].content`; `prompt` has no fields."""
+        """The place of a field for errors, for example `messages[0].content`. A message that is no entry of a list,
+        such as `prompt`, has no fields: its own place."""
         return f"{self.param}.{field}" if self.param.endswith("]") else self.param
 
     def texts(self) -> Iterator[tuple[str, str]]:
-        """(place, text) of each text in its content and calls."""
+        """Yields (place, text) of each text in its content and of the strings in its calls; `others` are left out."""
         if isinstance(self.content, str):
             yield self.place_of("content"), self.content
         else:
@@ -168,13 +176,14 @@ class ChatMessage:
 
     @property
     def media(self) -> Iterator[MediaPart]:
+        """The pictures and videos in its content, in order."""
         if not isinstance(self.content, str):
             yield from (part for part in self.content if not isinstance(part, TextPart))
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationCall:
-    """A call: `messages`, or a `prompt` (text or token ids) with its `media`.
+    """A call of the engine for one answer or several: `messages`, or a `prompt` (text or token ids) with its `media`.
 
     A text prompt goes through the chat template as a user's message, unless it is `raw`. Raw text and token ids contain
     one placeholder for each picture and video. `slo`: the request's own limits. `priority`: smaller is more urgent.

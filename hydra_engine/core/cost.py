@@ -17,13 +17,14 @@ from hydra_engine.core.plans import LanguageLoad, VisionLoad
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A monotone piecewise linear function through (knots[i], seconds[i]), `knots` ascending; constant before the first
-    knot, and continued beyond the last one with its last slope."""
+    """A monotone piecewise linear function through (knots[i], seconds[i]), `knots` ascending: constant before the first
+    knot, and with the slope of the last piece beyond the last knot; constant with one knot."""
 
     knots: tuple[float, ...]
     seconds: tuple[float, ...]
 
     def interpolate(self, amount: float) -> float:
+        """Seconds at `amount`, which has the unit of the knots."""
         knots, seconds = self.knots, self.seconds
         if amount <= knots[0] or len(knots) == 1:
             return seconds[0]
@@ -49,8 +50,8 @@ class CostSurface:
     of a lane alone, `corun_error` the same of both lanes together."""
 
     rows: Curve  # seconds of a language step by its rows
-    per_key_s: float
-    per_pair_s: float
+    per_key_s: float  # per key that a decode reads
+    per_pair_s: float  # per (query, key) pair of a chunk
     per_chunk_s: float
     patches: Curve  # seconds of a vision step by its patches
     per_patch_pair_s: float
@@ -64,24 +65,26 @@ class CostSurface:
     splits: tuple[Slowdowns, ...] = ()  # slowdowns of partitions 1, 2, ..; partition 0 is the undivided device
 
     def for_partition(self, partition: int) -> CostSurface:
-        """The surface with the slowdowns of a partition; self for partition 0 or an undivided device."""
+        """The surface with the slowdowns of a partition; self for partition 0, and if no partitions were measured.
+        Raises IndexError for an unknown one."""
         if not partition or not self.splits:
             return self
         split = self.splits[partition - 1]
         return replace(self, decode_slowdown=split.decode, prefill_slowdown=split.prefill, vision_slowdown=split.vision)
 
     def language_s(self, load: LanguageLoad) -> float:
-        """Seconds of a language step with the machine to itself."""
+        """Seconds of a language step while the vision lane is idle."""
         keys_s = self.per_key_s * load.decode_context + self.per_pair_s * load.prefill_pairs
         samples_s = self.per_decode_s * load.num_decodes + self.per_chunk_s * load.num_chunks
         return self.rows.interpolate(load.num_rows) + keys_s + samples_s
 
     def vision_s(self, load: VisionLoad) -> float:
+        """Seconds of a vision step while the language lane is idle."""
         return self.patches.interpolate(load.num_patches) + self.per_patch_pair_s * load.pairs
 
     def slowdown(self, load: LanguageLoad) -> float:
-        """Factor of a language step with vision beside it all along: the factors of decodes and of chunks, weighted by
-        their cost alone."""
+        """Factor by which a language step is slower if vision runs beside it all along: the mean of the slowdowns of
+        decodes and of chunks, weighted by their seconds without vision."""
         if not load.prefill_tokens:
             return self.decode_slowdown
         decodes = LanguageLoad(load.num_decodes, load.decode_context)
@@ -89,10 +92,9 @@ class CostSurface:
         return share * self.decode_slowdown + (1 - share) * self.prefill_slowdown
 
     def corun_s(self, load: LanguageLoad, vision_s: float) -> float:
-        """Seconds of a language step with the vision lane beside it for `vision_s` seconds, or all along if that is
-        longer.
-
-        Beside vision it advances at 1 / slowdown of its speed: t = alone + v (1 - 1 / slowdown) for v <= t.
+        """Seconds t of a language step beside which the vision lane runs for `vision_s` seconds v, or all along if that
+        is longer than the step. Meanwhile the step has 1 / slowdown of its speed, so t = alone + v (1 - 1 / slowdown)
+        for v <= t.
         """
         alone, factor = self.language_s(load), self.slowdown(load)
         return min(alone * factor, alone + vision_s * (1 - 1 / factor))

@@ -37,8 +37,9 @@ T = TypeVar("T")
 
 
 class ByteBudget:
-    """A budget of `max_bytes` in which the leases of one client never hold more than they leave free: one client alone
-    gets at most half, each of two a third, and a new client always finds space. Not thread-safe."""
+    """A budget of `max_bytes`. The leases of a client may grow only while together they hold no more than stays free:
+    one client alone gets at most half, and leaves as much to others. Leases without a client are bounded by the total
+    alone. Not thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -46,15 +47,17 @@ class ByteBudget:
         self._held_by: dict[str, int] = {}  # bytes by client, without zeros
 
     def fits(self, num_bytes: int, client: str | None = None) -> bool:
-        """True if `num_bytes` more fit. `client` None: only the total is checked, not a client's share."""
+        """True if the client's leases may grow by `num_bytes`. `client` None: only the total is checked."""
         left = self.max_bytes - self.held - num_bytes
         return left >= (0 if client is None else self._held_by.get(client, 0) + num_bytes)
 
     def lease(self, client: str | None = None) -> Lease:
+        """A new lease of the client, which holds nothing yet."""
         return Lease(self, client)
 
     def change(self, num_bytes: int, client: str | None) -> None:
-        """Adds `num_bytes` (or subtracts, if negative). Called by leases only."""
+        """Counts `num_bytes` more as held by the client, or fewer if negative, without a check. Called by leases
+        only."""
         self.held += num_bytes
         if client is not None:
             now = self._held_by.get(client, 0) + num_bytes
@@ -65,7 +68,8 @@ class ByteBudget:
 
 
 class Lease:
-    """The bytes that one user holds. `release` returns all of them and may be called again."""
+    """Bytes of a ByteBudget that one job of a client holds. `release` and the end of the context return all of them and
+    may be repeated."""
 
     __slots__ = ("_budget", "client", "held")
 
@@ -79,7 +83,7 @@ class Lease:
         return self._budget.fits(num_bytes, self.client)
 
     def reserve(self, num_bytes: int) -> bool:
-        """Takes bytes; False, and nothing taken, if they do not fit."""
+        """Adds bytes to the lease. Returns False, and adds nothing, if they do not fit."""
         if not self.fits(num_bytes):
             return False
         self._budget.change(num_bytes, self.client)
@@ -99,21 +103,24 @@ class Lease:
 
 @dataclass(slots=True)
 class _Client(Generic[J]):
-    jobs: deque[J] = field(default_factory=deque)
+    """A client of a FairQueue. Ticks are the queue's logical clock."""
+
+    jobs: deque[J] = field(default_factory=deque)  # waiting, the next one first
     next_since: int = 0  # tick of the queue at which its next job became the next
     begun_at: int = -1  # tick at which its latest job began
-    used_s: float = 0.0
+    used_s: float = 0.0  # used time, as it counted at `used_at`
     used_at: float = 0.0
     num_running: int = 0  # jobs begun and not ended
 
 
 class FairQueue(Generic[J]):
-    """A queue of the jobs of many clients, for one thread at a time. A client's waiting jobs may be at most as many as
-    the free places: one alone gets half of `max_waiting`, each of two a third, so a new client's first job always fits.
-    """
+    """A queue of the jobs of many clients, in the order that the module describes. A client may queue a job only while
+    more places are free than it has jobs waiting: one alone gets half of `max_waiting`, and others find places. Not
+    thread-safe."""
 
     def __init__(self, noun: str, max_waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`noun`: what waits, in the plural, for error messages. `max_waiting`: jobs of all clients."""
+        """`noun`: what waits, in the plural, for error messages. `max_waiting`: the most waiting jobs of all clients.
+        `clock`: in seconds, for used times."""
         self._noun = noun
         self._max_waiting = max_waiting
         self._clock = clock
@@ -130,7 +137,7 @@ class FairQueue(Generic[J]):
         return self._clients[client].num_running if client in self._clients else 0
 
     def has_waiting(self, client: str) -> bool:
-        """True if a job of the client waits."""
+        """True if a job of the client waits, begun ones not counted."""
         return client in self._waiting
 
     def push(self, client: str, job: J) -> None:
@@ -144,8 +151,8 @@ class FairQueue(Generic[J]):
             self._wait(client, state)
 
     def pop(self, may_begin: Callable[[str], bool] = lambda _client: True) -> tuple[str, J] | None:
-        """Begins the next job and returns (client, job); None if no client may begin. The caller must call `end` for
-        it."""
+        """Begins the next job and returns (client, job); None if no waiting client may begin. The caller must
+        call `end` for it."""
         chosen = self._next(may_begin)
         if chosen is None:
             return None
@@ -158,18 +165,20 @@ class FairQueue(Generic[J]):
         return chosen, job
 
     def begin(self, client: str) -> None:
-        """Begins a job that did not have to wait."""
+        """Counts a job that was not queued as begun. The caller must call `end` for it."""
         state = self._find(client)
         state.num_running += 1
         state.begun_at = self._tick()
 
     def end(self, client: str, used_s: float) -> None:
-        """Ends a job that had begun, after `used_s` seconds."""
+        """Ends a job that had begun and adds `used_s` seconds to the client's used time."""
         state, now = self._clients[client], self._clock()
         state.num_running -= 1
         state.used_s, state.used_at = self._used(state, now) + used_s, now
 
     def remove(self, client: str, job: J) -> None:
+        """Removes a waiting job. If it was its client's next one, the job after it waits from now on. Raises KeyError
+        or ValueError if it does not wait."""
         state = self._waiting[client]
         was_next = state.jobs[0] is job
         state.jobs.remove(job)
@@ -180,7 +189,8 @@ class FairQueue(Generic[J]):
                 self._wait(client, state)
 
     def _next(self, may_begin: Callable[[str], bool]) -> str | None:
-        """The client whose job begins next: no client begins twice while another that may begin waits."""
+        """The client whose job begins next, or None. Leaves out those that have begun a job since the longest waiting
+        client that may begin started to wait; of the rest the one with the least used time."""
         now, since, best, min_s = self._clock(), None, None, 0.0
         for client, state in self._waiting.items():
             if not may_begin(client):
@@ -194,9 +204,11 @@ class FairQueue(Generic[J]):
         return best
 
     def _used(self, state: _Client[J], now: float) -> float:
+        """Used time of the client in seconds, each of which counts half after HALF_LIFE_S."""
         return state.used_s * math.exp2((state.used_at - now) / HALF_LIFE_S)
 
     def _wait(self, client: str, state: _Client[J]) -> None:
+        """Appends the client to those that wait: its next job waits from now on."""
         state.next_since = self._tick()
         self._waiting[client] = state
 
@@ -206,6 +218,8 @@ class FairQueue(Generic[J]):
         return self._now
 
     def _find(self, client: str) -> _Client[J]:
+        """The state of a client, which counts as the latest seen. For an unknown one it is new; beyond MAX_CLIENTS
+        another client without jobs is dropped for it."""
         state = self._clients.get(client)
         if state is None:
             state = self._clients[client] = _Client()
@@ -215,8 +229,8 @@ class FairQueue(Generic[J]):
         return state
 
     def _forget(self) -> None:
-        """Drops the client without jobs that was seen least recently. Clients with jobs are bounded by the number of
-        jobs."""
+        """Drops the least recently seen client that has no job, and with it its used time; does nothing if all have
+        jobs, whose number bounds the clients then."""
         for client, state in self._clients.items():
             if not state.jobs and not state.num_running:
                 del self._clients[client]
@@ -224,9 +238,9 @@ class FairQueue(Generic[J]):
 
 
 class Turns:
-    """Slots for a number of jobs at once, given to clients in turn, on one event loop. With `keeps_free` a client gets
-    at most as many slots as it leaves free, but at least one: for jobs that wait for a third party, which may be slow.
-    """
+    """Slots for a number of jobs at once, given to clients in the order of a FairQueue, on one event loop. With
+    `keeps_free` a client that has slots gets another only while more are free than it has: for jobs that wait for a
+    third party, which may be slow."""
 
     def __init__(
         self,
@@ -237,8 +251,8 @@ class Turns:
         keeps_free: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`noun`: what waits, in the plural, for error messages. `num_slots`: jobs at once. `max_waiting`: waiting jobs
-        of all clients."""
+        """`noun`: what waits, in the plural, for error messages. `num_slots`: jobs at once. `max_waiting`: the most
+        waiting jobs of all clients."""
         self._queue: FairQueue[asyncio.Future[None]] = FairQueue(noun, max_waiting, clock)
         self._num_free = num_slots
         self._keeps_free = keeps_free
@@ -246,7 +260,8 @@ class Turns:
 
     @asynccontextmanager
     async def slot(self, client: str) -> AsyncIterator[None]:
-        """Holds a slot within the context. Raises Unavailable if too many jobs wait."""
+        """Waits for a slot and holds it within the context, whose duration counts as used time of the client. Raises
+        Unavailable if too many jobs wait."""
         await self.acquire(client)
         begun_s = self._clock()
         try:
@@ -255,7 +270,8 @@ class Turns:
             self.release(client, self._clock() - begun_s)
 
     async def acquire(self, client: str) -> None:
-        """Waits for a slot, which the caller returns by `release`. Raises Unavailable if too many jobs wait."""
+        """Waits for a slot, which the caller must return by `release`. Raises Unavailable if too many jobs wait. A
+        cancelled call has no slot."""
         # A slot is free beside waiting jobs only if their clients may not begin.
         if self._num_free and not self._queue.has_waiting(client) and self._may_begin(client):
             self._num_free -= 1
@@ -273,17 +289,19 @@ class Turns:
             raise
 
     def release(self, client: str, used_s: float) -> None:
-        """Returns a slot after `used_s` seconds of use."""
+        """Returns a slot, adds `used_s` seconds to the client's used time, and gives free slots to those who wait."""
         self._queue.end(client, used_s)
         self._num_free += 1
         self._give_out()
 
     def _give_out(self) -> None:
+        """Gives free slots to waiting jobs that may begin."""
         while self._num_free and (begun := self._queue.pop(self._may_begin)) is not None:
             self._num_free -= 1
             begun[1].set_result(None)
 
     def _may_begin(self, client: str) -> bool:
+        """True if `keeps_free` allows the client another slot; does not check that one is free."""
         num_running = self._queue.num_running(client)
         return not self._keeps_free or not num_running or num_running < self._num_free
 
@@ -292,20 +310,21 @@ _Place = tuple[Turns, str]  # (turns, client)
 
 
 class WorkerPool:
-    """A thread pool owned by one event loop. `close` drops waiting work and does not wait for running work."""
+    """A thread pool that one event loop owns; clients get its threads in fair turns."""
 
     def __init__(self, name: str, *, num_workers: int, max_waiting: int, noun: str) -> None:
-        """`noun`: what is worked on, in the plural, for error messages. `max_waiting`: jobs of all clients; one client
-        alone gets half of them."""
+        """`name`: prefix of thread names. `noun`: what is worked on, in the plural, for error messages. `max_waiting`:
+        the most waiting jobs of all clients; one client alone gets half of them."""
         self._executor = ThreadPoolExecutor(num_workers, thread_name_prefix=name)
         self._threads = Turns(noun, num_slots=num_workers, max_waiting=max_waiting)
         self._waits: set[asyncio.Timeout] = set()
         self._closed = False
 
     async def run(self, client: str, work: Callable[..., T], *args: object, turns: Turns | None = None) -> T:
-        """Runs `work(*args)` in a thread and returns its result. With `turns`, first takes a slot there, and returns
-        both together. Cancelling removes waiting work from the queue; running work continues, its result is dropped,
-        and it keeps its thread. Raises Unavailable if a queue is full, EngineClosed after `close`."""
+        """Runs `work(*args)` in a thread and returns its result or raises its error. With `turns`, first waits for a
+        slot there, which is held until the work ends. A cancelled call leaves the queue if it waits; work that runs
+        continues in its thread, and its result is dropped. Raises Unavailable if a queue is full, EngineClosed after
+        `close`."""
         places = [(self._threads, client)]
         if turns is not None:  # waits beside the client's other work, so that it does not keep the place from others
             places = [(turns, client), (self._threads, f"{client}\0")]
@@ -316,6 +335,7 @@ class WorkerPool:
         return await result
 
     def close(self) -> None:
+        """Makes calls that wait for a thread, and later ones, raise EngineClosed. Does not wait for running work."""
         self._closed = True
         self._executor.shutdown(wait=False)
         for wait in self._waits:
@@ -323,7 +343,8 @@ class WorkerPool:
         self._waits.clear()
 
     async def _take(self, places: Sequence[_Place]) -> None:
-        """Takes all slots in order, or none if that fails. Raises EngineClosed also while it waits."""
+        """Acquires a slot for each place, in order; if that fails, releases those that it has. Raises Unavailable if a
+        queue is full, and EngineClosed if the pool is closed, also while it waits."""
         if self._closed:
             raise _closed()
         num_taken = 0
@@ -345,12 +366,14 @@ class WorkerPool:
 
 
 def _in_thread(end: Callable[[Future[T]], None], loop: asyncio.AbstractEventLoop, job: Future[T]) -> None:
-    """Calls `end` on the event loop when a job's thread is done."""
+    """Has the event loop call `end` with a job that has ended; called in the job's thread. Does nothing if the loop is
+    closed."""
     with suppress(RuntimeError):  # the loop has ended, and with it the waiting caller
         loop.call_soon_threadsafe(end, job)
 
 
 def _end(result: asyncio.Future[T], places: Sequence[_Place], begun_s: float, job: Future[T]) -> None:
+    """Releases the slots of an ended job and sets `result`, unless its caller was cancelled."""
     _give_back(places, time.monotonic() - begun_s)
     if result.done():  # the caller was cancelled
         return

@@ -20,7 +20,7 @@ KINDS = ("json_object", "json_schema", "regex", "choice", "lark", "ebnf")
 
 
 def check_size(num_chars: int, param: str) -> None:
-    """Raises InvalidRequest if a grammar has too many characters."""
+    """Raises InvalidRequest, naming `param`, if a grammar has more than MAX_GRAMMAR_CHARS characters."""
     if num_chars > MAX_GRAMMAR_CHARS:
         raise InvalidRequest(
             f"the grammar has {num_chars} characters, at most {MAX_GRAMMAR_CHARS} are allowed", param=param
@@ -29,10 +29,9 @@ def check_size(num_chars: int, param: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """The reasoning before the output that a grammar constrains: free text up to and including the mark `end`.
-
-    It begins with the mark `start` and may be absent, unless the prompt has `opened` it. A mark is one special token,
-    or text.
+    """The reasoning of a model before the output that a grammar constrains: any text between the marks `start` and
+    `end`, or no reasoning and no marks. If `opened`, the prompt ends within the reasoning: the output continues it
+    and must have `end`. A mark is a special token or text, as the model writes it.
     """
 
     start: str
@@ -42,8 +41,8 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Function calls in the format of a model: a Lark grammar whose rules `opening` and `closing` are these marks (each
-    one special token, or text) and whose `@call` is JSON that fits `schema`."""
+    """Function calls in the format of a model. `source`: a Lark grammar that may use the rules `opening` and `closing`,
+    defined as these marks (each a special token or text), and `@call`, JSON that fits the JSON Schema `schema`."""
 
     source: str
     schema: str = ""
@@ -60,7 +59,7 @@ class Grammar:
 
     - kind, source: "json_object" with no source; "json_schema" with the schema (a dict, its JSON text, or a pydantic
         model); "regex" with the expression; "choice" with a list of texts or its JSON; "lark" with the grammar; "ebnf"
-        with rules of `::=`, one of them named `root`. At most 65,536 characters.
+        with rules of `::=`, one of them named `root`. At most 65,536 characters, those of `calls` included.
     - param: the field that errors name, default "structured_outputs".
     - reasoning: reasoning that comes before the output. calls: function calls that may replace it. Default None.
 
@@ -99,27 +98,28 @@ class Grammar:
 
     @property
     def language(self) -> tuple[str, str, Reasoning | None, Calls | None]:
-        """Everything that defines the language: all fields but `param`."""
+        """All fields but `param`: equal for grammars of the same definition, as a key of compiled grammars."""
         return self.kind, self.source, self.reasoning, self.calls
 
     @property
     def without_calls(self) -> Grammar:
-        """The same grammar without calls and reasoning."""
+        """The grammar without `calls` and without `reasoning`."""
         return replace(self, reasoning=None, calls=None)
 
     def with_calls(self, calls: Calls) -> Grammar:
-        """The grammar of either these calls, or this grammar."""
+        """The grammar of outputs that are either these calls or in this grammar. Replaces earlier calls. Raises
+        InvalidRequest if it is too long."""
         return replace(self, calls=calls)
 
     def after_reasoning(self, start: str, end: str, *, opened: bool) -> Grammar:
-        """The grammar of reasoning (see `Reasoning`), optional white space, then this grammar. White space around marks
-        is ignored."""
+        """The grammar of reasoning (see `Reasoning`), optional white space, then this grammar. White space around the
+        marks is removed. Raises InvalidRequest unless marks have 1 to MAX_MARK_CHARS characters."""
         return replace(self, reasoning=Reasoning(start.strip(), end.strip(), opened))
 
 
 def response_grammar(asked: object) -> Grammar | None:
-    """The grammar of a `response_format` in the OpenAI API's shapes, or of a pydantic model; None if any text will do.
-    Raises InvalidRequest."""
+    """The grammar of a `response_format`: an object as in the OpenAI API, or a pydantic model. None for None and for
+    the type "text". Raises InvalidRequest for anything else."""
     if isinstance(asked, type):
         return Grammar("json_schema", asked, "response_format")
     match asked:
@@ -139,7 +139,8 @@ def response_grammar(asked: object) -> Grammar | None:
 
 
 def _as_json(kind: str, source: object, param: str) -> str:
-    """JSON text of a schema or of choices."""
+    """JSON text of a source that is no text: a dict or pydantic model for "json_schema", a list or tuple for "choice".
+    Raises InvalidRequest for others, and for values that are not JSON."""
     make_schema = getattr(source, "model_json_schema", None)  # a pydantic model's, which need not be installed
     if kind == "json_schema" and isinstance(source, type) and callable(make_schema):
         source = make_schema()

@@ -26,7 +26,7 @@ class Role(Flag):
 
     @classmethod
     def parse(cls, letters: str) -> Role:
-        """Parses letters such as "PD". Raises ConfigError."""
+        """Parses letters such as "PD". Raises ConfigError for none, for other letters, and if one occurs twice."""
         if not letters or any(c not in "EPD" for c in letters) or len(set(letters)) != len(letters):
             raise ConfigError(f"role {letters[:20]!r} is not a combination of the letters E, P and D", param="topology")
         role = cls(0)
@@ -53,13 +53,13 @@ EPD = Role.E | Role.P | Role.D
 
 
 def role_of(name: str) -> Role:
-    """The role at start of an instance with this name (`Topology.names`)."""
+    """The role with which an instance of this name starts, for example PD for pd0 (see `Topology.names`)."""
     return Role.parse(name.rstrip("0123456789").upper())
 
 
 def lends_decodes(source: Role, target: Role) -> bool:
-    """True if an instance of role `source` may lend decodes to one of role `target` while that has nothing to encode.
-    Never a cycle: borrowers encode, lenders do not."""
+    """True if decodes may move from an instance of role `source` to one of role `target` while that has nothing to
+    encode. There is no cycle: only the borrower has E."""
     return Role.D in source and Role.E not in source and Role.E in target and Role.D in target
 
 
@@ -78,7 +78,8 @@ _MAX_EXAMPLE = 100  # characters of a topology in a message
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """A multiset of instances, written `EPD`, `EP+D`, `2E+P+D`, `1E3P4D` or `E@cuda:0,P@cuda:0,D@cuda:1`."""
+    """The instances of a deployment in order, written as `EPD`, `EP+D`, `2E+P+D`, `1E3P4D` or
+    `E@cuda:0,P@cuda:0,D@cuda:1`."""
 
     instances: tuple[InstanceSpec, ...]
 
@@ -94,19 +95,20 @@ class Topology:
         return tuple(names)
 
     def devices(self, default: str) -> tuple[str, ...]:
-        """Devices of the instances. "auto" becomes `default`, or if that is "auto" too the first named device."""
+        """Devices of the instances, in order. "auto" becomes `default`; if that is "auto" too, the first device that
+        the topology names, and if it names none, "auto" stays."""
         named = (default, *(spec.device for spec in self.instances))
         others = next((device for device in named if device != "auto"), "auto")
         return tuple(others if spec.device == "auto" else spec.device for spec in self.instances)
 
     def with_devices(self, devices: Sequence[str]) -> Topology:
-        """The topology with these devices, one for each instance."""
+        """The topology with these devices, one for each instance. Raises ValueError for another number of them."""
         placed = zip(self.instances, devices, strict=True)
         return Topology(tuple(replace(spec, device=device) for spec, device in placed))
 
     @property
     def served(self) -> Role:
-        """The stages that some instance serves."""
+        """The stages that at least one instance serves."""
         role = Role(0)
         for spec in self.instances:
             role |= spec.role
@@ -138,7 +140,7 @@ class Topology:
 
 
 def _part(text: str, part: str) -> tuple[int, InstanceSpec]:
-    """(number of instances, spec of each) of one part of a topology, such as `2P@cuda:1`. Raises ConfigError."""
+    """(number of instances, spec of each) of `part` of the topology `text`, such as `2P@cuda:1`. Raises ConfigError."""
     match = _PART.fullmatch(part)
     if match is None:
         raise _refused(
@@ -158,7 +160,8 @@ def _part(text: str, part: str) -> tuple[int, InstanceSpec]:
 
 
 def check_serves(topology: Topology, has_vision: bool) -> None:
-    """Raises ConfigError unless every stage of the model is served and every instance has a stage to run."""
+    """Raises ConfigError unless every stage of the model is served and every instance has a stage to run, which one
+    with role E does not have for a model without vision."""
     _check_stages(topology, EPD if has_vision else Role.P | Role.D)
     names = [name for name, spec in zip(topology.names, topology.instances, strict=True) if spec.role == Role.E]
     if names and not has_vision:
@@ -170,8 +173,8 @@ def check_serves(topology: Topology, has_vision: bool) -> None:
 
 
 def check_states(topology: Topology) -> None:
-    """Raises ConfigError if an instance separates prefill and decode. For a model with recurrent states, which are not
-    handed over: the instance that prefills a request must decode it."""
+    """Raises ConfigError if an instance has only one of P and D. Called for models with recurrent states: they are not
+    handed over, so the instance that prefills a request must decode it."""
     both = Role.P | Role.D
     split = [spec.role.needs_language and both not in spec.role for spec in topology.instances]
     if not any(split):
@@ -217,8 +220,8 @@ def _check_stages(topology: Topology, needed: Role) -> None:
 
 
 def _nearest(topology: Topology) -> int:
-    """Index of the instance that can take another stage most cheaply: one that prefills or decodes has the decoder's
-    weights."""
+    """Index of the instance that can serve another stage most cheaply: the first with P, else with D, which have the
+    decoder's weights, else with E. Raises ValueError without instances."""
     for stage in (Role.P, Role.D, Role.E):
         for index, spec in enumerate(topology.instances):
             if stage in spec.role:
@@ -227,6 +230,7 @@ def _nearest(topology: Topology) -> int:
 
 
 def _with_stages(topology: Topology, stages: Role) -> Topology:
+    """The topology whose `_nearest` instance also serves `stages`."""
     instances = list(topology.instances)
     index = _nearest(topology)
     instances[index] = replace(instances[index], role=instances[index].role | stages)
@@ -234,7 +238,8 @@ def _with_stages(topology: Topology, stages: Role) -> Topology:
 
 
 def _with_instance(topology: Topology, role: Role) -> Topology:
-    """The topology with another instance, sorted in: encoders first, pure decoders last."""
+    """The topology with another instance of this role, on the device of the `_nearest` one. It comes before the first
+    instance whose role begins with a later stage."""
     instances = list(topology.instances)
     own = "EPD".index(role.letters[0])
     later = (i for i, spec in enumerate(instances) if "EPD".index(spec.role.letters[0]) > own)
@@ -243,47 +248,54 @@ def _with_instance(topology: Topology, role: Role) -> Topology:
 
 
 def _moved(topology: Topology, devices: dict[str, str]) -> Topology:
+    """The topology with the devices that are keys of `devices` replaced by their values."""
     return Topology(tuple(replace(spec, device=devices.get(spec.device, spec.device)) for spec in topology.instances))
 
 
 def _kind(device: str) -> str:
+    """The kind of a device: "cuda" for "cuda:0"."""
     return device.split(":")[0]
 
 
 def _examples(*topologies: Topology) -> str:
-    """The topologies that are short enough for a message, joined by "or"; EPD if none is."""
+    """The distinct topologies that are short enough for a message, joined by "or"; EPD if none is."""
     shown = [text for topology in topologies if len(text := str(topology)) <= _MAX_EXAMPLE]
     return " or ".join(dict.fromkeys(shown)) or "EPD"
 
 
 def _listed(words: Sequence[str]) -> str:
-    """The words in a list for a message; above four, the first three and the number of the rest."""
+    """The words joined by commas and "and"; of more than four, the first three and the number of the rest."""
     if len(words) > 4:
         return f"{', '.join(words[:3])} and {len(words) - 3} others"
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 def _shown(text: str) -> str:
+    """The text in quotes, cut to `_MAX_EXAMPLE` characters."""
     return repr(text if len(text) <= _MAX_EXAMPLE else text[: _MAX_EXAMPLE - 1] + "…")
 
 
 def _refused(text: str, why: str) -> ConfigError:
+    """The error that refuses the topology `text`, for the caller to raise."""
     return ConfigError(f"topology {_shown(text)}: {why}", param="topology")
 
 
 class Condition(StrEnum):
-    STARTING = "starting"  # for the first time, or again after a death
+    """The condition of an instance, as the process that started it knows it."""
+
+    STARTING = "starting"  # for the first time or again; also while it waits for its next start
     READY = "ready"
     SILENT = "silent"  # no message for too long: it gets no work, and is killed if that continues
     DRAINING = "draining"  # it finishes its requests and gets no new ones
-    FAILED = "failed"  # its starts have failed and it is not started again
+    FAILED = "failed"  # it has ended and is not started again: too many failed starts, or it ran on a thread
     STOPPED = "stopped"
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceState:
     """The state of an instance. `role`: the stages that it serves now; `loaded`: those that it has weights for; both as
-    letters. `restarts` counts its deaths."""
+    letters. `restarts`: how often it has ended without being stopped. `pid`: None without a process of its own.
+    `status`, `summary`: the latest that it sent, None from each start until the first."""
 
     name: str
     role: str

@@ -51,9 +51,11 @@ E = TypeVar("E", TextLogprob, TextLogprob | None)
 
 
 class _Lazy(Sequence[E], Generic[E]):
-    """A sequence that builds its entries on access. Equal to the tuple of them, and copied or pickled as that tuple."""
+    """A sequence that builds its entries at each access; a slice is a tuple. Equal to any sequence of equal entries,
+    copied and pickled as their tuple, and not hashable."""
 
     def _entry(self, index: int, *, with_top: bool = True) -> E:
+        """Builds the entry at an index within [0, len). Without `with_top` its `top` stays empty."""
         raise NotImplementedError
 
     @overload
@@ -74,7 +76,7 @@ class _Lazy(Sequence[E], Generic[E]):
         return map(self._entry, range(len(self)))
 
     def without_candidates(self) -> Iterator[E]:
-        """The entries without their candidates."""
+        """Yields the entries with an empty `top`, whose candidates are then not built."""
         return (self._entry(index, with_top=False) for index in range(len(self)))
 
     def __eq__(self, other: object) -> bool:
@@ -90,7 +92,7 @@ class _Lazy(Sequence[E], Generic[E]):
 
 
 class Logprobs(_Lazy[TextLogprob]):
-    """The log probabilities of consecutive tokens."""
+    """The log probabilities of consecutive tokens, in flat arrays. `spell` gives the name and the bytes of a token."""
 
     __slots__ = ("_ends", "_ids", "_places", "_ranks", "_spell", "_values")
 
@@ -103,7 +105,7 @@ class Logprobs(_Lazy[TextLogprob]):
         self._places = bytearray()
 
     def append(self, entry: TokenLogprobs, place: int = 0) -> None:
-        """Appends an entry. `place`: a sum of the flags FIRST and SILENT."""
+        """Appends the entry of one token. `place`: the sum of those of the flags FIRST and SILENT that apply to it."""
         self._ids.append(entry.token_id)
         self._values.append(entry.logprob)
         for token_id, logprob in entry.top:
@@ -137,7 +139,8 @@ class Logprobs(_Lazy[TextLogprob]):
 
 
 class PromptLogprobs(_Lazy[TextLogprob | None]):
-    """The log probabilities of a prompt's tokens: None for the first token, and for tokens without an entry yet."""
+    """The log probabilities of a prompt's `num_prompt` tokens: None for the first token, and for tokens that `entries`,
+    which begins with the second token, does not have yet. Shares `entries`, so later ones appear."""
 
     __slots__ = ("_entries", "_num_prompt")
 
@@ -153,17 +156,20 @@ class PromptLogprobs(_Lazy[TextLogprob | None]):
 
 
 def without_candidates(entries: Sequence[E]) -> Iterator[E]:
-    """The entries, without their candidates if those would have to be built."""
+    """The entries, for a caller that does not read `top`: it is empty where it would have to be built, else as it
+    is."""
     return entries.without_candidates() if isinstance(entries, _Lazy) else iter(entries)
 
 
 def concat_logprobs(first: Sequence[TextLogprob], second: Sequence[TextLogprob]) -> Sequence[TextLogprob]:
-    """A new sequence of both: a copy, so neither argument changes."""
+    """The entries of both in order, as a sequence that shares nothing with the arguments if one of them is a Logprobs.
+    `first` must be a Logprobs or empty if `second` is a Logprobs."""
     return extend_logprobs(extend_logprobs((), first), second)
 
 
 def extend_logprobs(kept: Sequence[TextLogprob], more: Sequence[TextLogprob]) -> Sequence[TextLogprob]:
-    """`kept` followed by `more`. A `kept` of kind Logprobs is extended in place, so it must belong to the caller."""
+    """Returns `kept` followed by `more`. If both are Logprobs, extends `kept` in place and returns it, so it must
+    belong to the caller. `kept` must be a Logprobs or empty if `more` is a Logprobs."""
     if not isinstance(more, Logprobs):
         return (*kept, *more) if more else kept
     if not isinstance(kept, Logprobs):

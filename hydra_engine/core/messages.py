@@ -23,7 +23,8 @@ WIRE_VERSION = 7
 
 @dataclass(frozen=True, slots=True)
 class ArrayLayout:
-    """An array inside a payload: name, numpy dtype, shape. The bytes of the arrays are concatenated."""
+    """An array inside a payload: name, numpy dtype, shape. Its bytes are C-contiguous and follow those of the array
+    before it."""
 
     name: str
     dtype: str
@@ -53,9 +54,10 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     """A request, or the stages of it that this instance runs.
 
     `stages`: "EPD" is all of them. With P but not D the KV is offered to another instance while it is computed;
-    `HandOver` names that instance in reply to `NeedDecoder`. With "D" alone, or with `source`, the request starts with
-    KV pulled from instance `source`. Images in `remote_images` are encoded elsewhere: the instance asks for them
-    (`NeedImages`) and pulls the offers.
+    `HandOver` names that instance in reply to `NeedDecoder`. With `source` the request starts with KV pulled from
+    instance `source`. The images with the indices `remote_images` are encoded elsewhere: the instance asks for them
+    (`NeedImages`) and pulls the features that are offered to it. An instance without peers refuses a request that needs
+    them.
     """
 
     request: Request
@@ -80,41 +82,42 @@ class Encode(msgspec.Struct, frozen=True, tag=True):
 
 
 class HandOver(msgspec.Struct, frozen=True, tag=True):
-    """Moves a request that decodes here, or is prefilled here for another instance, to instance `target`, which expects
-    it already. Replaces an earlier target; ignored if the request is gone."""
+    """Moves a request that decodes here, or is prefilled here for another instance, to instance `target`, which already
+    has its `Submit`. Replaces an earlier target; ignored if the request is gone."""
 
     request_id: RequestId
     target: str
 
 
 class SetRole(msgspec.Struct, frozen=True, tag=True):
-    """Sets the stages that the instance serves from now on, among those that it was loaded for. Only while it has no
-    requests."""
+    """Sets the stages that the instance accepts from now on, as letters, among those that it was loaded for. Requests
+    accepted before are completed."""
 
     role: str
 
 
 class ResetCaches(msgspec.Struct, frozen=True, tag=True):
-    """Forgets reusable KV, reusable image features, or both; what requests hold stays."""
+    """Forgets KV blocks (`kv`) and image features (`images`) that no request holds and that could be reused."""
 
     kv: bool
     images: bool
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Ends a request; unknown ids are ignored. The instance answers with Finished(reason="abort")."""
+    """Ends a request. The instance answers with Finished(reason="abort") once no step or transfer in flight uses its
+    blocks. Ignored if the id is unknown or the request has ended already."""
 
     request_id: RequestId
 
 
 class QueryLedger(msgspec.Struct, frozen=True, tag=True):
-    """Asks for a LedgerReport."""
+    """Asks for a LedgerReport with the same `query_id`."""
 
     query_id: int
 
 
 class SetFault(msgspec.Struct, frozen=True, tag=True):
-    """Arms a named fault point (tests only; refused unless the instance was started with fault points on)."""
+    """Arms a named fault point. For tests: an instance that was not built with fault points logs an error instead."""
 
     point: str
     action: str
@@ -140,17 +143,18 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
 
 
 class LimitBudget(msgspec.Struct, frozen=True):
-    """The budget that the TPOT limit leaves beside `num_decodes` decodes, as the cost surface predicts it: prefill
-    tokens or seconds of vision, or some of both."""
+    """The work that fits into a step beside `num_decodes` decodes within the TPOT limit, as the cost surface predicts:
+    `token_budget` tokens of prefill, or `vision_s` seconds of vision, or less of both."""
 
     num_decodes: int
     step_s: float  # seconds of a step of these decodes alone
-    token_budget: int
-    vision_s: float | None = None  # infinite: vision may run all along; None: no vision lane
+    token_budget: int  # prefill tokens while no vision runs
+    vision_s: float | None = None  # without prefill; infinite: for the whole step; None: no vision lane
 
 
 class LimitSummary(msgspec.Struct, frozen=True):
-    """The latency limits of an instance in seconds (0: no limit) and the budgets that follow from them."""
+    """The latency limits of an instance in seconds (0: no limit), and the budgets that the TPOT limit leaves; without a
+    TPOT limit there are none."""
 
     tpot_limit_s: float = 0.0
     ttft_limit_s: float = 0.0
@@ -160,7 +164,7 @@ class LimitSummary(msgspec.Struct, frozen=True):
 
 
 class InstanceSummary(msgspec.Struct, frozen=True):
-    """The content of the start-up summary. Sizes in bytes."""
+    """The facts about an instance that the start-up summary shows."""
 
     name: str
     role: str
@@ -181,7 +185,7 @@ class InstanceSummary(msgspec.Struct, frozen=True):
     max_model_len: int
     token_budget: int
     image_budget: int
-    load_s: float
+    load_s: float  # seconds of the start
     incarnation: int = 0
     weights_dtype: str = ""  # dtype of matrices; "": `dtype`
     quantization: str = ""  # method of the decoder's matrices
@@ -192,7 +196,7 @@ class InstanceSummary(msgspec.Struct, frozen=True):
     device_bytes: int = 0  # total memory of the device
     activation_bytes: int = 0  # activations of the largest steps, measured; 0: in host memory, not counted
     graph_bytes: int = 0  # memory of captured graphs
-    num_graphs: int = 0  # captured graphs, those for rows with special sampling included
+    num_graphs: int = 0  # captured; a language step has a second one with biases, penalties, masks, log probabilities
     max_num_seqs: int = 0  # requests that hold KV blocks at once
     one_picture: bool = False  # True: the model takes one picture per request, whatever is configured
     captured_patches: int = 0  # patches of the largest captured encode; 0: none
@@ -204,70 +208,73 @@ class InstanceSummary(msgspec.Struct, frozen=True):
 
     @property
     def cache_bytes(self) -> int:
+        """Bytes of the KV cache, the image cache and the recurrent states."""
         return self.kv_cache_bytes + self.image_cache_bytes + self.state_bytes
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """Reports that the instance has started and accepts requests."""
+    """Reports that the instance has started and accepts requests. `version`: its WIRE_VERSION."""
 
     version: int
     summary: InstanceSummary
 
 
 class Delta(msgspec.Struct, frozen=True, tag=True):
-    """New tokens of one request. `position`: generated tokens before these, so that a gap is detectable. Sent if log
-    probabilities were asked for; otherwise `Tokens` is sent."""
+    """New tokens of one request with log probabilities; without these `Tokens` is sent. `position`: number of generated
+    tokens before these, so that a lost message is noticed. `time_s`: end of the step, on the monotonic clock."""
 
     request_id: RequestId
     position: int
     token_ids: tuple[int, ...]
     time_s: float
     logprobs: tuple[TokenLogprobs, ...] = ()
-    late: StageSpan | None = None  # the gap before the first of these tokens, if that is late
+    late: StageSpan | None = None  # the wait for the first of these tokens, if that is late
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):
-    """The new tokens of one step, at most one per request; entry i of every list belongs to one token. Stop tokens are
-    included. `time_s`: end of the step."""
+    """The new tokens of one step, at most one per request; entries i of all lists belong to the same token. Stop tokens
+    are included. `time_s`: end of the step, on the monotonic clock."""
 
     request_ids: list[int]
     positions: list[int]  # number of generated tokens before this one
     token_ids: list[int]
     time_s: float
-    late: dict[int, StageSpan] = {}  # request id -> gap before its token, for late tokens
+    late: dict[int, StageSpan] = {}  # request id -> the wait for its token, for late tokens
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
-    """The last message of this instance about a request: no plan in flight names it, its blocks here are free."""
+    """The last message of this instance about a request: no step or transfer in flight uses it, and its blocks here are
+    free. The only message about a request that the instance refuses."""
 
     request_id: RequestId
     reason: str  # a FinishReason or a Departure
-    num_generated: int
+    num_generated: int  # those of earlier attempts included
     stop_token_id: int | None = None  # the end-of-sequence or stop token that ended it
     error: ErrorInfo | None = None
     spans: tuple[StageSpan, ...] = ()  # times absolute, on the monotonic clock
     num_preemptions: int = 0
-    cached_tokens: int = 0
-    cached_images: int = 0
+    cached_tokens: int = 0  # prompt tokens found in the KV cache
+    cached_images: int = 0  # images without an encode of their own
 
 
 class NeedImages(msgspec.Struct, frozen=True, tag=True):
-    """Asks for encodes of these images of a request by another instance: no cache here has the features. Sent again for
-    an image whose features were pulled and then evicted."""
+    """Asks the frontend to have these images of a request encoded by other instances, since their features are not in
+    the cache here. Sent again for an image whose features were pulled and then evicted."""
 
     request_id: RequestId
     indices: tuple[int, ...]
 
 
 class NeedDecoder(msgspec.Struct, frozen=True, tag=True):
-    """Asks for the target of a request whose first chunk is about to be computed and whose KV is for another instance;
-    `HandOver` answers. May be repeated until then."""
+    """Asks which instance will decode a request that is prefilled here for another one, when its first chunk is about
+    to be computed. `HandOver` answers; the question may be repeated until then."""
 
     request_id: RequestId
 
 
 class PeerState(msgspec.Struct, frozen=True, tag=True):
-    """Reports whether blocks can be exchanged with another instance, which is named with its incarnation."""
+    """Reports whether blocks can be exchanged with this incarnation of another instance. `problem`: why not, if that is
+    known."""
 
     name: str
     incarnation: int
@@ -282,21 +289,22 @@ class TransferReport(msgspec.Struct, frozen=True):
     staged: int = 0  # pieces of offers in host memory, or being copied there
     pulls: int = 0  # offers of others that this instance has not fetched yet
     offered: int = 0
-    acknowledged: int = 0
+    acknowledged: int = 0  # offers whose target has fetched them, or refused them
     withdrawn: int = 0  # offers withdrawn before they were fetched
     expired: int = 0  # part of `withdrawn`: the lease had expired
-    pulled: int = 0
+    pulled: int = 0  # offers of others that were fetched
     pulled_bytes: int = 0
     host_bytes: int = 0  # part of `pulled_bytes`: through host memory
-    pull_s: float = 0.0
+    pull_s: float = 0.0  # sum of the durations of copies, which may overlap
     invalid: int = 0  # copies discarded because the offer had ended
     ignored: int = 0  # messages about unknown offers
 
 
 class BudgetReport(msgspec.Struct, frozen=True):
-    """The present budgets and how well latency limits are kept. Zeros if no limit is set."""
+    """The present budgets and how well latency limits are kept. Without limits `late_steps`, `stretched_steps` and
+    `limit_used` are 0. Counts are totals since the start."""
 
-    tpot_limit_s: float = 0.0
+    tpot_limit_s: float = 0.0  # the instance's limit in seconds, 0: none; requests may have their own
     token_budget: int = 0  # prefill tokens that the latest language step could have held
     image_budget: int = 0  # patches of a vision step
     vision_s: float = 0.0  # seconds of vision beside the latest language step; -1: no bound
@@ -304,15 +312,16 @@ class BudgetReport(msgspec.Struct, frozen=True):
     decode_steps: int = 0  # language steps with decodes
     late_steps: int = 0  # part of `decode_steps`: longer than the limit, including the pause before the step
     stretched_steps: int = 0  # steps longer than the limit on purpose, for a first token close to its deadline
-    full_steps: int = 0  # steps with decodes that used up their budget
+    full_steps: int = 0  # part of `decode_steps`: used up their budget; with limits, only steps planned to meet one
     limit_used: float = 0.0  # mean share of the limit that the latest full steps took
 
 
 class StepReport(msgspec.Struct, frozen=True):
-    """The running step of a lane, or its latest one. `tokens`: tokens of prefill chunks and decodes, or patches."""
+    """The running step of a lane, or its latest one; zeros before the first. `tokens`: tokens of prefill chunks and
+    decodes, or patches of a vision step."""
 
     running: bool = False
-    since_s: float = 0.0  # monotonic, when it began
+    since_s: float = 0.0  # its start, on the monotonic clock
     decodes: int = 0
     prefills: int = 0
     images: int = 0
@@ -320,17 +329,18 @@ class StepReport(msgspec.Struct, frozen=True):
 
 
 class StepSpeeds(msgspec.Struct, frozen=True):
-    """Mean seconds of an instance's steps by the bit length of their size: rows of a language step with prompts or with
-    decodes only, patches of a vision step. Sizes with too few steps are missing."""
+    """Mean seconds of an instance's steps by the bit length of their size: rows of a language step, patches of a vision
+    step. Language steps count only if no vision ran beside them. Sizes with too few steps are missing."""
 
-    prefill: dict[int, float] = {}
-    decode: dict[int, float] = {}
+    prefill: dict[int, float] = {}  # language steps with chunks of prompts
+    decode: dict[int, float] = {}  # language steps of decodes only
     vision: dict[int, float] = {}
 
 
 class StageReport(msgspec.Struct, frozen=True):
-    """The present stage of a request, or of an encode job, on an instance: `stage`, `done` and `of` as in
-    `telemetry.trace.LiveRequest`. Requests that decode have none."""
+    """The present stage of a request, or of an `Encode`, on an instance. `stage`: "queue", "encode", "prefill",
+    "transfer" or "decode". `done` of `of`: pictures and videos with features while it waits for images, computed tokens
+    in prefill; else None. Requests in phase `decoding` have no report."""
 
     request_id: RequestId
     stage: str
@@ -339,12 +349,13 @@ class StageReport(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True, tag=True):
-    """The gauges of an instance for metrics, health and the status page. Sent a few times a second while busy and once
-    when idle. The scheduler fills the fields before `time_s`, the instance the rest."""
+    """The gauges of an instance, and its totals since its start, for metrics, health and the status page. Sent a few
+    times a second, and at once when the last work has ended. The scheduler fills the fields before `time_s`, the
+    instance the rest."""
 
-    num_running: int
-    num_waiting: int
-    num_encoding: int
+    num_running: int  # requests that prefill or decode
+    num_waiting: int  # requests that wait for a start or for their grammar
+    num_encoding: int  # requests that wait for images, and those of `Encode`
     kv_blocks_used: int
     kv_blocks_total: int
     image_blocks_used: int
@@ -355,10 +366,10 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     images_encoded: int
     num_handing_over: int = 0  # computed here, not fetched yet
     num_arriving: int = 0  # requests that wait for KV of other instances
-    num_decoding: int = 0  # part of num_running: their whole prompt is computed
+    num_decoding: int = 0  # part of num_running: requests in phase `decoding`
     budget: BudgetReport = BudgetReport()
     speeds: StepSpeeds = StepSpeeds()
-    stages: tuple[StageReport, ...] = ()  # stages of the oldest requests that get no tokens now
+    stages: tuple[StageReport, ...] = ()  # of requests not in phase `decoding`, the first 100 to arrive here
     time_s: float = 0.0
     progress: int = 0  # number of iterations of the instance's loop
     language_steps: int = 0
@@ -376,39 +387,41 @@ class Status(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def image_cache_used(self) -> float:
+        """Share of the image cache that is held, 0 to 1."""
         return self.image_blocks_used / max(self.image_blocks_total, 1)
 
 
 class LedgerReport(msgspec.Struct, frozen=True, tag=True):
-    """The answer to QueryLedger: what is held right now. At rest all counts but the totals are zero and there are no
-    problems. Blocks without a holder count as free, also while their content can be reused. The cache ledger fills the
-    fields before `query_id`, the instance the rest."""
+    """The answer to QueryLedger: blocks, slots, offers and pixels that are held right now. Blocks that no request holds
+    count as free, also while their content can be reused. The scheduler fills the fields before `query_id`, the
+    instance the rest."""
 
-    num_requests: int
+    num_requests: int  # requests on the instance
     kv_blocks_held: int
     kv_blocks_total: int
     image_blocks_held: int
     image_blocks_total: int
-    holders: tuple[str, ...] = ()
-    problems: tuple[str, ...] = ()
-    state_slots_held: int = 0
+    holders: tuple[str, ...] = ()  # lines for a reader, at most a fixed number of them
+    problems: tuple[str, ...] = ()  # contradictions that the checks of the caches found
+    state_slots_held: int = 0  # sequence slots of requests; with their total 0 if the model has no recurrent states
     state_slots_total: int = 0
     query_id: int = 0
-    pixel_bytes: int = 0
-    offers: int = 0
+    pixel_bytes: int = 0  # pixels that came with requests
+    offers: int = 0  # this and the next two as in TransferReport
     pulls: int = 0
     staged: int = 0
 
     @property
     def at_rest(self) -> bool:
+        """True if no request is there, nothing is held, and the checks found no problem."""
         held = self.kv_blocks_held or self.image_blocks_held or self.state_slots_held or self.pixel_bytes
         return not (self.num_requests or held or self.offers or self.pulls or self.staged or self.problems)
 
 
 class PromptScores(msgspec.Struct, frozen=True, tag=True):
-    """Log probabilities of prompt tokens that a chunk has computed. `logprobs[i]` belongs to the token at `start` + i,
-    given the tokens before it. Chunks may be computed again; equal positions then have equal values. All are sent
-    before the request's first token."""
+    """Log probabilities of prompt tokens that a chunk has computed. `logprobs[i]` belongs to the prompt token at
+    position `start` + i, given the tokens before it. Chunks may be computed and sent again, with equal values. All are
+    sent before the request's first token."""
 
     request_id: RequestId
     start: int
@@ -423,7 +436,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 RequestMessage = Tokens | Delta | PromptScores | Finished
-"""Messages of a scheduler about requests. Each accepted request ends in one Finished. The messages of one result come
-in this order: prompt scores, tokens, then the Finished of requests that have ended."""
+"""Messages of a scheduler about requests. Each accepted request ends in one Finished. The messages of one step's result
+come in this order: prompt scores, tokens, then the Finished of requests that have ended."""
 
 ToFrontend = RequestMessage | NeedImages | NeedDecoder | Loading | Ready | PeerState | Status | LedgerReport | Failed

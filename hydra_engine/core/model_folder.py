@@ -32,7 +32,8 @@ _KINDS = (
 
 
 def read_file(folder: Path, name: str) -> bytes | None:
-    """The content of a small file; None if there is none. `name` may begin with a subfolder. Raises CheckpointError."""
+    """The content of a small file; None if there is none. `name` may begin with a subfolder. Raises CheckpointError if
+    it cannot be read, is no regular file, lies outside the allowed folders, or is larger than its kind may be."""
     max_bytes = _max_bytes(name)
     file = _open_small(folder, name, max_bytes)
     if file is None:
@@ -48,7 +49,8 @@ def read_file(folder: Path, name: str) -> bytes | None:
 
 
 def read_text(folder: Path, name: str) -> str | None:
-    """The content of a small UTF-8 file; None if there is none. Raises CheckpointError."""
+    """The content of a small file as UTF-8 text; None if there is none. Raises CheckpointError as `read_file`, and if
+    it is not UTF-8."""
     data = read_file(folder, name)
     try:
         return None if data is None else data.decode()
@@ -57,8 +59,8 @@ def read_text(folder: Path, name: str) -> str | None:
 
 
 def check_small_files(folder: Path) -> None:
-    """Raises CheckpointError if `read_file` would for any small file of the folder; for use before a library opens them
-    by itself."""
+    """Raises CheckpointError if a small file or an additional template of the folder cannot be opened, is no regular
+    file, lies outside the allowed folders or is too large. For use before a library opens them by itself."""
     names = [entry.name for entry in os.scandir(folder) if entry.name.endswith(_SMALL)]
     for name in (*sorted(names), *template_names(folder)):
         if (file := _open_small(folder, name, _max_bytes(name))) is not None:
@@ -66,7 +68,8 @@ def check_small_files(folder: Path) -> None:
 
 
 def template_names(folder: Path) -> list[str]:
-    """Names of the additional chat templates, each with its subfolder."""
+    """Names of the additional chat templates, each with its subfolder, sorted; empty without that folder. Raises
+    CheckpointError if it cannot be listed."""
     try:
         names = sorted(os.listdir(folder / _TEMPLATES))
     except (FileNotFoundError, NotADirectoryError):
@@ -77,7 +80,8 @@ def template_names(folder: Path) -> list[str]:
 
 
 def open_weights(path: Path) -> BinaryIO:
-    """Opens a regular file of any size, following links, unbuffered. Raises CheckpointError."""
+    """Opens a regular file of any size for reading, following links anywhere, unbuffered. Raises CheckpointError if it
+    is missing, no regular file, or cannot be opened."""
     try:
         file = _open_regular(path, path.name)
     except FileNotFoundError:
@@ -88,6 +92,7 @@ def open_weights(path: Path) -> BinaryIO:
 
 
 def _max_bytes(name: str) -> int:
+    """The largest size that a small file of this name may have."""
     if name.endswith(".jinja") or name == "chat_template.json":
         return MAX_TEMPLATE_BYTES
     if name.endswith(".index.json"):
@@ -96,7 +101,8 @@ def _max_bytes(name: str) -> int:
 
 
 def _open_small(folder: Path, name: str, limit: int) -> BinaryIO | None:
-    """Opens a small file after checking kind, place and size; None if there is none."""
+    """Opens a file for reading, unbuffered, after checking its kind, real path and size (at most `limit` bytes); None
+    if there is none. Raises CheckpointError."""
     try:
         file = _open_regular(folder / name, name)
     except (FileNotFoundError, NotADirectoryError):
@@ -114,7 +120,8 @@ def _open_small(folder: Path, name: str, limit: int) -> BinaryIO | None:
 
 
 def _open_regular(path: Path, name: str) -> BinaryIO:
-    """Opens a file after checking its kind, since opening a device may have effects and opening a pipe blocks."""
+    """Opens a file for reading, unbuffered, following links. Checks its kind first, since opening a device may have
+    effects and opening a pipe blocks. Raises CheckpointError if it is no regular file, else the errors of `open`."""
     handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         mode = os.fstat(handle).st_mode
@@ -127,7 +134,8 @@ def _open_regular(path: Path, name: str) -> BinaryIO:
 
 
 def _check_place(folder: Path, name: str, place: Path) -> None:
-    """Raises CheckpointError unless the real path of a file is in one of the allowed folders."""
+    """Raises CheckpointError unless `place`, the real path of a file, is in the model folder, in a model's blobs of a
+    Hugging Face cache, or in a folder converted from GGUF."""
     own = Path(os.path.realpath(folder))
     cached = place.parent.name == "blobs" and place.parts[-3].startswith("models--")
     made = place.parts[-4:-2] == ("hydra-engine", "gguf")
@@ -139,9 +147,11 @@ def _check_place(folder: Path, name: str, place: Path) -> None:
 
 
 def _too_large(name: str, limit: int) -> CheckpointError:
+    """The error for a file of more than `limit` bytes, for the caller to raise."""
     return CheckpointError(f"{name} has more than {limit >> 20} MiB, which no file of its kind has")
 
 
 def _cannot_be_read(name: str, error: OSError | ValueError) -> NoReturn:
+    """Raises CheckpointError with the reason that `error` gives."""
     reason = getattr(error, "strerror", None) or type(error).__name__
     raise CheckpointError(f"{name} cannot be read: {reason}") from None

@@ -16,16 +16,18 @@ class PoolKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PoolLayout:
-    """The layout of a pool, contiguous [num_blocks, *block_shape]. `block_shape` is [L, X, S, H, D] (`PagedCache`)."""
+    """The layout of a pool, contiguous [num_blocks, *block_shape]. `block_shape` is [L, X, S, H, D]: layers, keys and
+    values (X = 2) or features (X = 1), slots, heads, numbers per head. `block_bytes` includes the scales of a quantized
+    block."""
 
     kind: PoolKind
     num_blocks: int
     block_shape: tuple[int, ...]
-    dtype: str  # "float32", "bfloat16", "float16"
+    dtype: str  # "float32", "bfloat16", "float16"; "int8" if quantized
     block_bytes: int
 
     def agrees_with(self, other: PoolLayout) -> bool:
-        """True if blocks can be copied from one to the other."""
+        """True if blocks can be copied from one to the other: all but the numbers of blocks are equal."""
         ours = (self.kind, self.block_shape, self.dtype, self.block_bytes)
         return ours == (other.kind, other.block_shape, other.dtype, other.block_bytes)
 
@@ -44,9 +46,10 @@ class PoolExport:
 
 @dataclass(frozen=True, slots=True)
 class Exports:
-    """Everything that an instance lets its peers read: its pools, and its control words ([num_words] uint64 in a memfd,
-    file descriptor number `words`). `staging`: smaller pools in host memory with the same block layout, into which the
-    owner copies what a peer cannot read directly."""
+    """Everything that an instance lets its peers read: its pools, and its control words, which say whether an offer is
+    still valid ([num_words] uint64 in a memfd, file descriptor number `words` of those sent with the message).
+    `staging`: smaller pools in host memory with the same block layout, into which the owner copies what a peer cannot
+    read directly."""
 
     pools: tuple[PoolExport, ...]
     words: int

@@ -25,11 +25,12 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Refused(Exception):
-    """Raised if a file exists and is not usable; the message is the reason."""
+    """Raised if a file exists and cannot be used; the message is the reason, with "it" for the file."""
 
 
 def write(path: Path, profile: object) -> None:
-    """Writes `profile` as JSON, atomically and with mode 0600. Raises OSError."""
+    """Writes `profile` as JSON with its digest, atomically and with mode 0600, synced to the disk. Makes missing
+    folders. Raises OSError, and leaves an earlier file as it was then."""
     body = msgspec.json.encode(profile)
     content = msgspec.json.encode(_File(_digest(body), msgspec.Raw(body)))
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -47,7 +48,8 @@ def write(path: Path, profile: object) -> None:
 
 
 def read(path: Path, kind: type[T]) -> T | None:
-    """The profile that `write` wrote; None if there is no file. Raises Refused."""
+    """The profile that `write` wrote; None if there is no file. Raises Refused if the file cannot be read, has more
+    than MAX_BYTES, is damaged, or does not hold a `kind`."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
@@ -67,4 +69,5 @@ def read(path: Path, kind: type[T]) -> T | None:
 
 
 def _digest(body: bytes) -> str:
+    """BLAKE2b-256 in hex."""
     return hashlib.blake2b(body, digest_size=32).hexdigest()

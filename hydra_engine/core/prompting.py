@@ -40,7 +40,7 @@ _LARGEST_INTEGER = 1 << 64
 
 @dataclass(frozen=True, slots=True)
 class TemplateOptions:
-    """Options of the chat template. Raises `InvalidRequest` naming the field.
+    """Options of the chat template. Raises `InvalidRequest`, naming the field, for an invalid or too large value.
 
     `tools`: in OpenAI's form ({"type": "function", "function": {...}}). `variables`: further names that the template
     can read, plain JSON (vLLM's chat_template_kwargs). `continue_final_message`: the prompt ends inside the last
@@ -86,18 +86,19 @@ class TemplateOptions:
 
 
 class _CheckedTool(dict[str, Any]):
-    """A tool that has passed the checks."""
+    """A tool that has passed the checks of CheckedTools, so that TemplateOptions does not repeat them."""
 
 
 class CheckedTools(list[Mapping[str, Any]]):
-    """A list of tools that are plain JSON and bounded in size, each of them and all together."""
+    """A list of tools that `add` has checked: plain JSON, bounded in size each and together."""
 
     def __init__(self) -> None:
         super().__init__()
         self._num_values = 0
 
     def add(self, tool: object, path: str) -> None:
-        """Checks and appends a tool. Raises InvalidRequest naming `path`, or `tools` if all together are too large."""
+        """Checks a tool and appends a copy. Raises InvalidRequest naming `path` or the field in it, or `tools` if all
+        tools so far have more than MAX_TOOL_VALUES values."""
         self._num_values += _check_tool(tool, path)
         if self._num_values > MAX_TOOL_VALUES:
             raise InvalidRequest(
@@ -107,7 +108,8 @@ class CheckedTools(list[Mapping[str, Any]]):
 
 
 def _check_tool(tool: object, path: str) -> int:
-    """Checks a tool; returns its number of JSON values."""
+    """Returns the number of JSON values of a tool. Raises InvalidRequest naming `path`, or the field in it, if the tool
+    does not have OpenAI's form, is no plain JSON or is too large."""
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(function, Mapping):
         raise InvalidRequest(f'{path} must be {{"type": "function", "function": {{...}}}}', param=path)
@@ -125,8 +127,9 @@ def _check_tool(tool: object, path: str) -> int:
 
 
 def check_json(value: object, param: str, max_chars: int) -> int:
-    """Returns the number of values. Raises InvalidRequest naming `param` unless `value` is plain JSON that is bounded
-    in depth, in values and in the characters of its strings and names."""
+    """Returns the number of values, names in objects included. Raises InvalidRequest naming `param` unless `value` is
+    plain JSON with at most MAX_JSON_DEPTH levels, MAX_JSON_VALUES values, and `max_chars` characters in all strings and
+    names."""
     num_values, problem = count_plain_values(value, max_chars)
     if problem is not None:
         raise InvalidRequest(f"{param} {problem}", param=param)
@@ -134,7 +137,8 @@ def check_json(value: object, param: str, max_chars: int) -> int:
 
 
 def count_plain_values(value: object, max_chars: int) -> tuple[int, str | None]:
-    """(number of values counted, the reason why `value` is not plain JSON within the bounds, or None)."""
+    """(number of values counted until the first problem, the problem): the second is a phrase after the field's name if
+    `value` is not plain JSON within the bounds of `check_json`, else None. Names in objects count as values."""
     num_chars = num_values = 0
     for num_values, (one, depth) in enumerate(_values_of(value), 1):
         if depth > MAX_JSON_DEPTH:
@@ -149,12 +153,13 @@ def count_plain_values(value: object, max_chars: int) -> tuple[int, str | None]:
 
 
 def texts_of(value: object) -> Iterator[str]:
-    """The strings in plain JSON, including the names in objects."""
+    """Yields the strings in plain JSON, including the names in objects, in no particular order."""
     return (one for one, _ in _values_of(value) if isinstance(one, str))
 
 
 def _values_of(value: object) -> Iterator[tuple[object, int]]:
-    """(value or name, depth) of everything in `value`. Unbounded: the caller stops where it is too deep."""
+    """Yields (value or name, depth) of `value` at depth 0 and of everything in it. Does not end for a value that
+    contains itself: the caller stops at a depth."""
     stack: list[tuple[object, int]] = [(value, 0)]
     while stack:
         one, depth = stack.pop()
@@ -166,6 +171,8 @@ def _values_of(value: object) -> Iterator[tuple[object, int]]:
 
 
 def _is_plain(value: object) -> bool:
+    """True if a value other than a string is plain JSON, apart from the values in it: names are strings, floats finite,
+    integers below 2**64 in size."""
     if isinstance(value, Mapping):
         return all(isinstance(name, str) for name in value)
     if isinstance(value, float):
@@ -178,10 +185,10 @@ def _is_plain(value: object) -> bool:
 @dataclass(frozen=True, slots=True)
 class PixelBudget:
     """Minimum and maximum pixels to which each picture of a request is resized, within the engine's limits. None: as
-    configured. Raises `InvalidRequest`.
+    configured. Raises `InvalidRequest` for values below 1, above MAX_PIXELS, or out of order.
 
-    A picture that is split into tiles gets the number of tiles closest to that. Families with one fixed size ignore it,
-    and videos stay as configured.
+    A picture that is split into tiles gets a number of tiles within these limits, or the closest possible one. Families
+    with one fixed size ignore them, and videos stay as configured.
     """
 
     min_pixels: int | None = None
@@ -196,8 +203,8 @@ class PixelBudget:
             raise InvalidRequest("min_pixels must not exceed max_pixels", param="min_pixels")
 
     def for_detail(self, detail: str) -> PixelBudget:
-        """The limits of one picture by OpenAI's image_url.detail: low has at most 512 x 512 pixels; auto and high have
-        this budget."""
+        """The limits of one picture by OpenAI's image_url.detail: "low" has at most 512 x 512 pixels, for which its
+        minimum is lowered too; other values have this budget."""
         if detail != "low":
             return self
         max_pixels = LOW_DETAIL_PIXELS if self.max_pixels is None else min(self.max_pixels, LOW_DETAIL_PIXELS)

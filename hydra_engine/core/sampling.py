@@ -31,20 +31,21 @@ class SamplingParams:
     - temperature: 0 to 2, default 1.0. 0 is greedy.
     - top_p, min_p: 0 to 1, defaults 1.0 and 0.0 (off). top_k: 0 or -1 (off) or the number of tokens, default 0.
     - seed: a 64-bit integer; with a seed the text depends on the request alone. None (default): the engine draws one.
-    - max_tokens: 1 or more. None (default): the model's default or, without one, the rest of the context.
-    - min_tokens: tokens before the text may end, default 0.
+    - max_tokens: 1 to 1,048,576. None (default): the model's default or, without one, the rest of the context.
+    - min_tokens: tokens before an end-of-sequence or stop token may be sampled, default 0; at most max_tokens.
     - stop: at most 16 strings that end the text, removed from it unless `include_stop_str_in_output`.
-    - stop_token_ids: at most 64 token ids that end the text. ignore_eos: do not end at the model's own, default False.
+    - stop_token_ids: at most 64 token ids that end the text. ignore_eos: do not end at the model's own, default False;
+        with a grammar these are then sampled, and end the text, only if the grammar allows no other token.
     - repetition_penalty: 0.01 to 10, default 1.0 (off). presence_penalty, frequency_penalty: -2 to 2, default 0.0.
     - logprobs: 0 to 20, log probabilities of the chosen token and of that many best ones. None (default): none.
     - prompt_logprobs: the same for the tokens of the prompt.
     - skip_special_tokens: leave special tokens out of the text, default True.
     - n: 1 to 64 answers to the prompt, which is prefilled once; answer i samples with seed + i. Default 1.
-    - logit_bias: values from -100 to 100 that are added to logits, by token id: a mapping or pairs.
-    - allowed_token_ids: the only tokens that may be sampled; empty (default): all.
+    - logit_bias: values from -100 to 100 that are added to logits, by token id: a mapping or pairs, at most 1024.
+    - allowed_token_ids: the only tokens that may be sampled, at most 65,536; empty (default): all.
     - grammar: the language that the output must be in, a `Grammar`. None (default): any text.
 
-    Raises `InvalidRequest`, naming the field, for a value out of range.
+    Raises `InvalidRequest`, naming the field, for a value of a wrong type or out of range.
     """
 
     temperature: float = 1.0
@@ -108,8 +109,9 @@ class SamplingParams:
         self.check_answers(self.n, "n")
 
     def check_answers(self, num_answers: int, fields: str) -> None:
-        """Raises InvalidRequest if `num_answers` answers, each of which holds the lists of tokens while it runs, exceed
-        `MAX_LISTED_TOKENS`. `fields`: names of the fields that set the number of answers."""
+        """Raises InvalidRequest if `num_answers` answers, each with its own copy of `allowed_token_ids` and
+        `logit_bias`, have more than `MAX_LISTED_TOKENS` entries together. `fields`: names of the fields that set the
+        number of answers, for the message."""
         num_each = len(self.allowed_token_ids) + len(self.logit_bias)
         if num_answers * num_each > MAX_LISTED_TOKENS:
             raise InvalidRequest(
@@ -119,7 +121,8 @@ class SamplingParams:
             )
 
     def for_one_answer(self, *, scores_prompt: bool) -> SamplingParams:
-        """The parameters of one of `n` answers; only the answer with `scores_prompt` keeps `prompt_logprobs`."""
+        """A copy with `n` = 1 for one of the `n` answers, without `prompt_logprobs` unless `scores_prompt`. The seed is
+        unchanged: the caller gives each answer its own."""
         one = copy(self)  # fields are checked already
         object.__setattr__(one, "n", 1)
         if not scores_prompt:
@@ -127,10 +130,10 @@ class SamplingParams:
         return one
 
     def with_fields(self, **given: Any) -> SamplingParams:
-        """The parameters of a request that gives these fields, with this object as the defaults.
+        """The parameters of a request that gives these fields, with this object as the defaults. Raises InvalidRequest.
 
-        The default of `max_tokens` is not used: the preprocessor applies it, limited by the context. The default of
-        `min_tokens` is lowered to a given `max_tokens`.
+        The default of `max_tokens` is replaced by None: the preprocessor applies it, limited by the context. The
+        default of `min_tokens` is lowered to a smaller `max_tokens` of the request.
         """
         max_tokens = given.get("max_tokens")
         if max_tokens is not None and "min_tokens" not in given and max_tokens < self.min_tokens:
@@ -139,20 +142,22 @@ class SamplingParams:
 
     @property
     def non_default_fields(self) -> dict[str, Any]:
-        """The fields that differ from the API's defaults, by name."""
+        """Values of the fields that differ from their defaults here, by name."""
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
 
     @property
     def greedy(self) -> bool:
+        """True if the token with the largest logit is chosen: temperature 0."""
         return self.temperature == 0.0
 
     @property
     def penalises(self) -> bool:
+        """True if a repetition, presence or frequency penalty is on."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def needs_history(self) -> bool:
-        """True if sampling depends on earlier tokens: with penalties or a grammar."""
+        """True if the choice of a token depends on which tokens came before: with penalties or a grammar."""
         return self.penalises or self.grammar is not None
 
 
@@ -181,13 +186,16 @@ _OPTIONAL = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs"})
 
 
 def _check_ids(name: str, tokens: Sequence[int]) -> None:
-    """Raises InvalidRequest for an invalid token id. Checks all at once, and each alone only to find an invalid one."""
+    """Raises InvalidRequest unless all tokens are integers from 0 to `_MAX_TOKEN_ID`. Checks them one by one only to
+    find the invalid one."""
     if tokens and (set(map(type, tokens)) != {int} or min(tokens) < 0 or max(tokens) > _MAX_TOKEN_ID):
         for token in tokens:
             _check_range(name, token, 0, _MAX_TOKEN_ID)
 
 
 def _check_range(name: str, value: object, low: float, high: float) -> None:
+    """Raises InvalidRequest unless `value` is a number from `low` to `high`, an integer for a field in `_INTEGERS`, or
+    None for a field in `_OPTIONAL`."""
     if value is None and name in _OPTIONAL:
         return
     kind = "an integer" if name in _INTEGERS else "a number"
@@ -198,9 +206,10 @@ def _check_range(name: str, value: object, low: float, high: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TokenRules:
-    """Rules for single tokens from the model's authors: tokens that are never sampled, tokens that are not sampled
-    first, and tokens of which one is last if an answer reaches its `max_new_tokens`. They do not apply to a request
-    with `allowed_token_ids`."""
+    """Rules for token ids from the model's authors: those in `never` are not sampled, those in `not_first` not as the
+    first token, and if `last` is not empty, an answer that reaches its `max_new_tokens` has one of those as its last
+    token. They do not apply to a request with `allowed_token_ids`. Under a grammar `last` does not apply, nor do the
+    others where the grammar allows no other token."""
 
     never: tuple[int, ...] = ()
     not_first: tuple[int, ...] = ()
@@ -211,7 +220,8 @@ NO_RULES = TokenRules()
 
 
 class GenerationDefaults(NamedTuple):
-    """Defaults of a model besides its `SamplingParams`. `max_tokens` is limited by the rest of the context."""
+    """Defaults of a model besides its `SamplingParams`. `max_tokens` is raised to a request's `min_tokens` and limited
+    by the rest of the context."""
 
     max_tokens: int | None = None
     rules: TokenRules = NO_RULES

@@ -9,7 +9,7 @@ _UNITS = (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
 def size(num_bytes: int) -> str:
-    """A size with one unit, in powers of 1024: `20 MiB`, `1.5 GiB`, `100 B`."""
+    """The size in the largest fitting unit up to GiB, with at most one decimal: `20 MiB`, `1.5 GiB`, `100 B`."""
     for unit, one in _UNITS:
         if num_bytes >= one:
             return f"{num_bytes / one:.1f}".removesuffix(".0") + f" {unit}"
@@ -17,7 +17,8 @@ def size(num_bytes: int) -> str:
 
 
 def describe_exit(code: int) -> str:
-    """A phrase to follow a process's name in a sentence, from a return code of subprocess."""
+    """A phrase for a return code of subprocess, to follow the name of the process: `ended with exit code 1`, `was
+    killed by SIGKILL`."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:

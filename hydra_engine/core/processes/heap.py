@@ -8,6 +8,7 @@ _LIBC = ctypes.CDLL(None) if hasattr(ctypes.CDLL(None), "malloc_trim") else None
 
 
 def trim_heap() -> None:
-    """Returns free heap pages to the system, with glibc. Takes tens of milliseconds if there are many."""
+    """Returns free heap pages to the system; does nothing without glibc. Blocks for tens of milliseconds if there are
+    many."""
     if _LIBC is not None:
         _LIBC.malloc_trim(0)

@@ -12,18 +12,22 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class ProcessStatus(NamedTuple):
+    """The status of a process: `is_stopped` of itself, the others of itself and its descendants."""
+
     is_stopped: bool  # stopped by a signal such as SIGSTOP, until it is continued
-    is_ready: bool  # a thread of it or of its descendants runs, or waits for a processor or a disk
-    cpu_s: float  # CPU seconds of all these threads
+    is_ready: bool  # a thread runs, or waits for a processor or a disk
+    cpu_s: float  # CPU seconds of all threads that are alive
 
 
 def is_stopped(pid: int) -> bool:
+    """True if a signal such as SIGSTOP has stopped the process; False also if it is gone or the system has no /proc."""
     fields = _fields(Path(f"/proc/{pid}/stat"))
     return fields is not None and fields[0] == "T"
 
 
 def process_status(pid: int) -> ProcessStatus | None:
-    """The status of a process and its descendants; None if it is gone or the system has no /proc."""
+    """The status of a process and its descendants; None if it is gone or the system has no /proc. Descendants are
+    counted only if Linux lists the children of threads."""
     if (fields := _fields(Path(f"/proc/{pid}/stat"))) is None:
         return None
     is_ready, cpu_s, todo = False, 0.0, [pid]
@@ -38,8 +42,8 @@ def process_status(pid: int) -> ProcessStatus | None:
 
 
 def _fields(stat: Path) -> list[str] | None:
-    """The fields of a stat file from the state on, since the name before may contain anything; None if it cannot be
-    read."""
+    """The fields of a stat file in /proc from the state on, since the program's name before it may contain blanks; None
+    if the file cannot be read."""
     try:
         return stat.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -47,7 +51,8 @@ def _fields(stat: Path) -> list[str] | None:
 
 
 def waited_s(pid: int) -> dict[str, float]:
-    """Seconds that each thread was runnable without a processor, by thread id; empty if Linux does not count them."""
+    """Seconds since its start that each thread of the process was runnable without a processor, by thread id. Empty if
+    the process is gone or the system does not count them."""
     waited = {}
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -58,7 +63,7 @@ def waited_s(pid: int) -> dict[str, float]:
 
 
 def longest_wait_s(pid: int, before: Mapping[str, float]) -> float:
-    """Largest time in seconds that one of its threads has waited for a processor since `before`, an answer of
-    `waited_s`."""
+    """The longest that a thread of the process has waited for a processor since `before` (an earlier result of
+    `waited_s`), in seconds; 0.0 if the threads are not counted."""
     waits = (waited - before.get(thread, 0.0) for thread, waited in waited_s(pid).items())
     return max(waits, default=0.0)

@@ -16,7 +16,8 @@ class LongFloat(float):
 
 
 def read_float(text: str) -> float:
-    """Parses a number, as a LongFloat if needed. Raises ValueError for numbers beyond the range of floats."""
+    """Parses a JSON number. Returns a LongFloat if the text has 16 or more characters and a float does not keep its
+    value. Raises ValueError for a number that is too large for a float."""
     number = float(text)
     if math.isinf(number):
         raise ValueError("Number out of range")
@@ -28,14 +29,15 @@ def read_float(text: str) -> float:
 
 
 def encode_long(value: object) -> msgspec.Raw:
-    """Encodes a LongFloat; the `enc_hook` of msgspec's encoders."""
+    """Encodes a LongFloat with all its digits; for use as the `enc_hook` of msgspec's encoders. Raises TypeError for
+    other types."""
     if not isinstance(value, LongFloat):
         raise TypeError(f"{type(value).__name__} is no JSON")
     return msgspec.Raw(value.text.encode())
 
 
 def schema_text(schema: dict[str, Any]) -> str:
-    """JSON text of the schema with all digits of its numbers."""
+    """JSON text of the schema with all digits of its numbers, including LongFloats and integers beyond 64 bits."""
     return msgspec.json.encode(_with_digits(schema), enc_hook=encode_long).decode()
 
 

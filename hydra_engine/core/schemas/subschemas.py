@@ -25,8 +25,9 @@ _SAFE_IN_POINTER = "$~!'()*,;=:@"
 
 
 class Subschema(NamedTuple):
-    """A schema within another one: `pointer` is the JSON pointer to it, `base` and `base_pointer` are the identifier
-    of, and the pointer to, the schema that its references are relative to."""
+    """A schema within a root schema, or the root. `pointer`: the JSON pointer to it from the root. Its references are
+    relative to the nearest schema around it, or itself, that has an `$id`, else to the root: `base` is the full
+    identifier of that one ("" for a root without), `base_pointer` the pointer to it."""
 
     schema: dict[str, Any]
     pointer: str
@@ -35,8 +36,9 @@ class Subschema(NamedTuple):
 
 
 def schemas_of(root: dict[str, Any]) -> Iterator[Subschema]:
-    """The schema itself and all schemas within it, found by keywords and references. Excludes values (such as the
-    entries of `enum`) and property names. Raises ValueError for an identifier that is too long."""
+    """Yields the schema itself and, once each, all schemas within it that are the value of a keyword for schemas or the
+    target of a JSON pointer in `$ref`. Excludes values (such as the entries of `enum`) and property names. Raises
+    ValueError for an `$id` that is too long."""
     stack = [Subschema(root, "", "", "")]
     seen: set[int] = set()
     while stack:
@@ -54,7 +56,8 @@ def schemas_of(root: dict[str, Any]) -> Iterator[Subschema]:
 
 
 def _children(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(relative JSON pointer, value) of everything that may be a schema directly within one."""
+    """Yields (JSON pointer without the first slash, value) of each value directly within a schema that may be a schema
+    itself."""
     for name, value in schema.items():
         if name in _MAPS and isinstance(value, dict):
             yield from ((f"{name}/{_escape_key(key)}", inner) for key, inner in value.items())
@@ -65,12 +68,12 @@ def _children(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _escape_key(key: str) -> str:
-    """A key as one step of a JSON pointer in a reference, escaped."""
+    """The key escaped as one step of a JSON pointer in a URL fragment."""
     return quote(key.replace("~", "~0").replace("/", "~1"), safe=_SAFE_IN_POINTER)
 
 
 def resolve_pointer(root: Any, pointer: str) -> Any:
-    """The value at a JSON pointer of a reference; None if there is none."""
+    """The value at a JSON pointer that is escaped as in a URL fragment, without the "#"; None if there is none."""
     value = root
     for step in pointer.split("/")[1:]:
         key = unquote(step).replace("~1", "/").replace("~0", "~")
@@ -84,8 +87,9 @@ def resolve_pointer(root: Any, pointer: str) -> Any:
 
 
 def with_pointers(root: dict[str, Any], place: str = "") -> dict[str, Any]:
-    """A copy in which every reference is a JSON pointer, with its root at the pointer `place` of a larger schema.
-    Raises ValueError for a reference that leads outside, or to nothing."""
+    """A deep copy, without `$id` and `$anchor`, in which every `$ref` is a JSON pointer of a larger schema that has the
+    copy at the pointer `place`. Raises ValueError for a reference that leads outside, for an unknown anchor, and for an
+    identifier that is too long. Does not check that pointers lead to something."""
     root = copy.deepcopy(root)
     subschemas = list(schemas_of(root))
     named = {found.base: found.base_pointer for found in reversed(subschemas)}
@@ -105,15 +109,16 @@ def with_pointers(root: dict[str, Any], place: str = "") -> dict[str, Any]:
 
 @lru_cache(256)
 def _joined(base: str, reference: str) -> str:
-    """`urljoin` of both. Raises ValueError if they are too long together."""
+    """`urljoin` of both. Raises ValueError if they have more than MAX_ID_CHARS characters together."""
     if len(base) + len(reference) > MAX_ID_CHARS:
         raise ValueError(f"an $id or a reference to one has more than {MAX_ID_CHARS} characters")
     return urljoin(base, reference)
 
 
 def _pointer_of(reference: str, base: str, named: dict[str, str], anchors: dict[tuple[str, str], str]) -> str:
-    """The JSON pointer that a reference relative to `base` stands for. Raises ValueError if it leads outside, or to
-    nothing."""
+    """The JSON pointer from the root that a reference relative to `base` stands for. `named`: pointers by identifier;
+    `anchors`: by (identifier, anchor). Raises ValueError for an identifier or anchor that is in neither. Does not check
+    that a pointer leads to something."""
     target, fragment = urldefrag(reference)
     target = _joined(base, target) if target else base
     if target not in named:
@@ -129,12 +134,15 @@ def _pointer_of(reference: str, base: str, named: dict[str, str], anchors: dict[
 
 
 def is_of_objects(schema: Any, root: dict[str, Any]) -> bool:
-    """True unless a keyword shows that the schema allows a value that is no object; a schema without a type passes."""
+    """False if `type`, `enum`, `const`, a branch or a `$ref` shows that the schema allows something other than objects,
+    and for the schema `false`; else True, also without a type and deeper than _MAX_STEPS. References are pointers into
+    `root`."""
     return _is_of_objects(schema, root, 0, set())
 
 
 def _is_of_objects(schema: Any, root: dict[str, Any], depth: int, seen: set[int]) -> bool:
-    """`is_of_objects`, with each schema checked once, however many references lead to it."""
+    """Implements `is_of_objects`. `seen`: ids of schemas that were checked, so that each is checked once, however many
+    references lead to it."""
     if not isinstance(schema, dict) or depth > _MAX_STEPS:
         return schema is not False
     if id(schema) in seen:
