@@ -98,7 +98,7 @@ class Grammar:
 
     @property
     def language(self) -> tuple[str, str, Reasoning | None, Calls | None]:
-        """All fields but `param`: equal for grammars of the same definition, as a key of compiled grammars."""
+        """The fields that define the language, without `param`: the key under which compiled grammars are shared."""
         return self.kind, self.source, self.reasoning, self.calls
 
     @property
