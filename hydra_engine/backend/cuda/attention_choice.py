@@ -135,8 +135,8 @@ def resolve_attention(name: str, *, on_gpu: bool, dtype: torch.dtype, heads: Hea
     """Resolves the setting to TRITON, FLASHINFER, or AUTO (to be measured).
 
     `auto` becomes TRITON without a GPU, if deterministic, and for dtypes that FlashInfer does not compute in. A kernel
-    asked for by name is used or refused with the reason: raises ConfigError if it cannot compute this, or BackendError
-    if FlashInfer, or its kernel for decodes or prompts, is missing.
+    asked for by name is used or refused with the reason: raises ConfigError without a GPU or if the kernel cannot
+    compute this, BackendError if FlashInfer, or its kernel for decodes or prompts, is missing.
     """
     if name != AUTO and not on_gpu:
         raise ConfigError(

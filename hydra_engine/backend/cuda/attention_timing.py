@@ -1,5 +1,6 @@
 """Measures once which attention kernels are fastest on this device for this model, and keeps the result on disk, beside
-the planner's step times. A measurement is valid until the GPU, its driver, a library or the model's shapes change.
+the planner's step times. A measurement is valid until the GPU, its driver, a library, the engine's version, the dtype
+or the model's shapes change.
 
 Measures decodes over a cache larger than any L2, a chunk of a prompt, and pictures and windows of the tower, each
 captured as a graph, so that the host's launch time does not count. Each use case has its own winner. Kernels that fail,

@@ -177,8 +177,8 @@ class GraphDecode:
         self._launch: tuple[int, ...] | None = None
 
     def plan(self, pages: Pages) -> None:
-        """Plans on the current stream, and waits for the copies of the plan before. Raises ValueError if FlashInfer's
-        launch differs from that of the first plan, which is the captured one."""
+        """Plans on the current stream, after waiting for the copies of the previous plan. Raises ValueError if
+        FlashInfer's launch differs from that of the first plan, which is the captured one."""
         self._arrived.synchronize()
         sent = self._send((pages.indptr, pages.indices, pages.last_page_len))
         for buffer, part in zip(self._pages, sent, strict=True):

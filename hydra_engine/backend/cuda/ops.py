@@ -166,7 +166,8 @@ class CudaOps(CudaCacheOps, ComposedOps):
     def pack_linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, rows: torch.dtype | None = None
     ) -> PackedLinear:
-        """Implements `Ops.pack_linear`, on the weight's device. 16-bit weights are padded to rows of whole 16 bytes."""
+        """Implements `Ops.pack_linear`, on the weight's device. Weights packed in 16 bits are padded to rows of whole
+        16 bytes."""
         if isinstance(weight, QuantizedWeight):
             return cuda_linear.QuantizedCudaLinear(weight, bias)
         return cuda_linear.CudaLinear(weight, bias, rows or weight.dtype)
