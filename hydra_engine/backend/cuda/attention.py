@@ -3,8 +3,8 @@
 The engine puts a step's decodes (rows with one query) first. Their contexts are divided into splits over the device
 (decode kernel); the other rows are divided into tiles of queries (prefill kernel). Both write one result. When
 deterministic, all rows take the prefill kernel, which visits keys in one order, so a token's result does not depend on
-whether it was decoded or prefilled. Head dims above MAX_HEAD_DIM take torch's attention over the gathered context, row by
-row.
+whether it was decoded or prefilled. Head dims above MAX_HEAD_DIM take torch's attention over the gathered context, row
+by row.
 """
 
 from __future__ import annotations
