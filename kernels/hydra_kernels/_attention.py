@@ -22,7 +22,8 @@ LOWEST = tl.constexpr(-3.0e38)
 def load_parts(
     base: tl.tensor, rows: tl.tensor, mask: tl.tensor, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Loads rows of D elements at base + rows as [R, D0] and [R, D1], zero where `mask` is false."""
+    """Loads rows of D elements at base + rows as [R, D0] and [R, D1], zero beyond D and where `mask` is false. With D1
+    = 0 the second is the first again, and unused."""
     first = tl.arange(0, D0)[None, :]
     if D < D0:
         part0 = tl.load(base + rows[:, None] + first, mask=mask[:, None] & (first < D), other=0.0)
@@ -49,7 +50,8 @@ def store_parts(
     D0: tl.constexpr,
     D1: tl.constexpr,
 ) -> None:
-    """Stores what `load_parts` loads, rounded to the element type of `base`."""
+    """Stores part0 [R, D0] and part1 [R, D1] as rows of D elements at base + rows where `mask` is true, rounded to the
+    element type of `base`. With D1 = 0 part1 is ignored."""
     first = tl.arange(0, D0)[None, :]
     tl.store(base + rows[:, None] + first, part0.to(base.dtype.element_ty), mask=mask[:, None] & (first < D))
     if D1 > 0:
@@ -91,7 +93,8 @@ def paged_rows(
     stride_slot: tl.tensor,
     BLOCK_SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """Offsets of the cache rows of context positions, by one row of the block table."""
+    """Offsets from the cache of the rows of head 0 at context positions, [K] int64 in elements. `table`: a request's
+    row of the block table. Positions where `mask` is false are looked up in block 0."""
     block = tl.load(table + position // BLOCK_SIZE, mask=mask, other=0)
     return block.to(tl.int64) * stride_block + position % BLOCK_SIZE * stride_slot
 
@@ -105,7 +108,8 @@ def paged_scales(
     stride_block: tl.tensor,
     BLOCK_SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """Scales of one head at context positions, [K] float32; None if there are none."""
+    """Scales of the head that `scales` points to, at context positions: [K] float32, 0 where `mask` is false. None if
+    `scales` is None."""
     found = None
     if scales is not None:
         block = tl.load(table + position // BLOCK_SIZE, mask=mask, other=0)
@@ -135,8 +139,9 @@ def attend(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Adds one tile of keys to the running softmax. Returns the new (top, total, acc0, acc1).
 
-    q: [M, D]; k, v: [K, D]; visible: [M, K], read only if MASKED; top, total: [M]; acc: [M, D]. scale includes log2(e).
-    int8 k and v come with scales [K], which multiply scores and weights: integers are exact in q's dtype.
+    q: [M, D]; k, v: [K, D]; visible: [M, K], read only if MASKED; top (the largest score, in base 2), total (the sum of
+    weights): [M]; acc (the weighted sum of values): [M, D]. scale includes log2(e). int8 k and v come with scales [K],
+    which multiply scores and weights: integers are exact in q's dtype.
     """
     if key_scales is not None:
         k0, k1 = k0.to(tl.float32).to(q0.dtype), k1.to(tl.float32).to(q0.dtype)

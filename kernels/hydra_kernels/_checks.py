@@ -12,12 +12,13 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def described(tensor: Tensor) -> str:
+    """Shape, dtype, strides and device, for an error message."""
     return f"{list(tensor.shape)} {tensor.dtype} with strides {list(tensor.stride())} on {tensor.device}"
 
 
 def check_rows(name: str, x: Tensor, like: Tensor | None = None) -> None:
-    """Requires [T, C] of a compute dtype with a dense last dimension; with shape, dtype and device of `like`, if
-    given."""
+    """Raises ValueError unless x is [T, C] of a compute dtype with a dense last dimension, and has the shape, dtype and
+    device of `like`, if given. `name`: of the argument."""
     good = x.dim() == 2 and x.dtype in FLOATS and _is_dense(x)
     if like is not None:
         good = good and x.shape == like.shape and x.dtype is like.dtype and x.device == like.device
@@ -27,8 +28,8 @@ def check_rows(name: str, x: Tensor, like: Tensor | None = None) -> None:
 
 
 def check_heads(name: str, x: Tensor, like: Tensor | None = None) -> None:
-    """Requires [T, H, D] of a compute dtype with a dense last dimension, tokens and heads at any stride; with head dim,
-    dtype and device of `like`, if given."""
+    """Raises ValueError unless x is [T, H, D] of a compute dtype with D > 0 and a dense last dimension, tokens and
+    heads at any stride, and has the head dim, dtype and device of `like`, if given. `name`: of the argument."""
     good = x.dim() == 3 and x.dtype in FLOATS and _is_dense(x) and x.shape[2] > 0
     if like is not None:
         good = good and x.shape[2] == like.shape[-1] and x.dtype is like.dtype and x.device == like.device
@@ -38,7 +39,8 @@ def check_heads(name: str, x: Tensor, like: Tensor | None = None) -> None:
 
 
 def check_vector(name: str, x: Tensor, count: int | None, dtype: torch.dtype, device: torch.device) -> None:
-    """Requires a contiguous [count] of `dtype` on `device`; None: any length."""
+    """Raises ValueError unless x is a contiguous [count] of `dtype` on `device`; a count of None allows any length.
+    `name`: of the argument."""
     if (
         x.dim() != 1
         or (count is not None and x.shape[0] != count)
@@ -58,10 +60,11 @@ def check_paged(
     num_context: Tensor,
     scales: tuple[Tensor, Tensor] | None = None,
 ) -> int:
-    """Checks the arguments of paged attention. Returns Hq / Hkv.
+    """Checks the arguments of paged attention. Returns Hq / Hkv; raises ValueError for a wrong one.
 
-    q: [T, Hq, D]; k_cache, v_cache: [N, S, Hkv, D] with equal strides; block_tables: [B, max_blocks] int32 with dense
-    rows; num_context: [B] int32; scales: of int8 caches, [N, Hkv, S] float32 with dense blocks.
+    q: [T, Hq, D]; k_cache, v_cache: [N, S, Hkv, D] with equal strides, of q's dtype or, with `scales`, int8;
+    block_tables: [B, max_blocks] int32 with dense rows; num_context: [B] int32; scales: of int8 caches, [N, Hkv, S]
+    float32 with dense blocks. All on one device.
     """
     check_heads("q", q)
     wanted = q.dtype if scales is None else torch.int8
@@ -99,8 +102,8 @@ def check_paged(
 
 
 def output(out: Tensor | None, q: Tensor) -> Tensor:
-    """The result of attention of q [T, H, D]: `out`, which must be contiguous of q's shape and dtype, or a new
-    tensor."""
+    """The tensor for the result of attention of q [T, H, D]: `out`, or a new one if that is None. Raises ValueError
+    unless `out` is contiguous, of q's shape and dtype and on its device."""
     if out is None:
         return q.new_empty(q.shape)
     if out.shape != q.shape or out.dtype is not q.dtype or out.device != q.device or not out.is_contiguous():
@@ -109,7 +112,7 @@ def output(out: Tensor | None, q: Tensor) -> Tensor:
 
 
 def check_scale(scale: float) -> None:
-    """Requires a positive scale: the kernels take the maximum before they scale."""
+    """Raises ValueError unless the scale is positive, since kernels look for the maximum before they scale."""
     if not scale > 0:
         raise ValueError(f"scale: expected a positive number, got {scale}")
 

@@ -38,8 +38,8 @@ _ELEMENTS_PER_THREAD = 16
 
 @triton.jit
 def dot(a: tl.tensor, b: tl.tensor, acc: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """Returns acc + a @ b in float32. Float32 operands keep their precision by three tf32 products. DTYPE:
-    DOT_DTYPE."""
+    """Returns acc + a @ b in float32. Float32 operands keep their precision by three tf32 products. DTYPE: `DOT_DTYPE`,
+    to which operands are converted unless it is None."""
     if DTYPE is not None:
         a = a.to(DTYPE)
         b = b.to(DTYPE)
@@ -48,21 +48,23 @@ def dot(a: tl.tensor, b: tl.tensor, acc: tl.tensor, DTYPE: tl.constexpr) -> tl.t
 
 @triton.jit
 def launch_dependents(PDL: tl.constexpr) -> None:
-    """Lets the next kernel start early (programmatic dependent launch) once every program of this one has called it."""
+    """Lets the next kernel start early (programmatic dependent launch) once every program of this one has called it.
+    Does nothing without PDL."""
     if PDL:
         gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr) -> None:
-    """Waits until the previous kernel has ended and its writes are visible."""
+    """Waits until the previous kernel has ended and its writes are visible. Does nothing without PDL, where a kernel
+    starts after that."""
     if PDL:
         gdc_wait()
 
 
 def dependent_launch(device: torch.device) -> dict[str, bool]:
-    """Launch constants and options of a kernel that follows the rule of the module; off if the device does not support
-    it."""
+    """The constant PDL and the launch option `launch_pdl` of a kernel that calls `launch_dependents` and
+    `wait_for_previous`: both true from capability 9.0 on, false on older devices and in the interpreter."""
     has_it = not INTERPRETING and capability_of(device) >= 90
     return {"PDL": has_it, "launch_pdl": has_it}
 
@@ -77,7 +79,8 @@ class RowLaunch(NamedTuple):
 
 @cache
 def row_launch(columns: int) -> RowLaunch:
-    """Launch of kernels with whole rows in registers: 16 elements per thread; short rows share a program."""
+    """Launch of kernels with whole rows, padded to a power of two, in registers: 16 elements per thread, more for rows
+    beyond 8192; rows of up to 1024 share a program."""
     padded = next_power_of_2(columns)
     rows = max(1, 2048 // padded)
     warps = min(_MAX_WARPS, max(1, rows * padded // (32 * _ELEMENTS_PER_THREAD)))
@@ -86,15 +89,16 @@ def row_launch(columns: int) -> RowLaunch:
 
 @cache
 def split_head_dim(dim: int) -> tuple[int, int]:
-    """Splits `dim` into two powers of two, of at least 16 or 0: 72 and 80 become 64 + 16, not 128."""
+    """Columns (D0, D1) of the two tiles of a head dim, powers of two of at least 16 with D0 + D1 >= dim; D1 is 0 if one
+    tile is no wider. 72 and 80 become 64 + 16, not 128."""
     first = max(16, 1 << (dim.bit_length() - 1))
     rest = 0 if first >= dim else max(16, next_power_of_2(dim - first))
     return (2 * first, 0) if rest == first else (first, rest)
 
 
 def split_for_lanes(dim: int) -> tuple[int, int]:
-    """Split for kernels that reduce the head dim in lanes: 128 as 64 + 64 takes a third of the registers of one
-    tile."""
+    """Splits a head dim as `split_head_dim` for kernels that sum over it without tensor cores, but 128 into 64 + 64,
+    which takes a third of the registers of one tile."""
     return (64, 64) if split_head_dim(dim) == (128, 0) else split_head_dim(dim)
 
 
@@ -132,7 +136,8 @@ _TMA = {64: AttentionLaunch(128, TMA_KEYS, 8, 3), TMA_WIDTH: AttentionLaunch(128
 
 @cache
 def decode_launch(dim: int, group: int, dtype: torch.dtype) -> AttentionLaunch:
-    """Launch for `group` query heads per KV head. Several heads use the tensor cores, as 16 or more rows."""
+    """Launch of decode attention with `group` query heads per KV head, which use the tensor cores, as 16 or more rows,
+    if they are several. Raises ValueError for a head dim above 256."""
     if group == 1:
         return _launch(_DECODE_MHA, dim, dtype)
     rows, launch = max(16, next_power_of_2(group)), _launch(_DECODE_GQA, dim, dtype)
@@ -143,19 +148,24 @@ def decode_launch(dim: int, group: int, dtype: torch.dtype) -> AttentionLaunch:
 
 @cache
 def prefill_launch(dim: int, dtype: torch.dtype) -> AttentionLaunch:
+    """Launch of `prefill_attention` without TMA. Raises ValueError for a head dim above 256."""
     return _launch(_PREFILL, dim, dtype)
 
 
 def packed_launch(dim: int, max_length: int, dtype: torch.dtype) -> AttentionLaunch:
-    """Launch of packed attention. Segments of up to 64 rows (windows) take one tile of 64."""
+    """Launch of packed attention without TMA. If no segment has more than 64 rows (windows), tiles have 64 rows, fewer
+    in float32. Raises ValueError for a head dim above 256."""
     return _launch(_WINDOW if max_length <= _WINDOW[64].rows else _PACKED, dim, dtype)
 
 
 def tma_launch(dim: int) -> AttentionLaunch:
+    """Launch of the kernels with TMA descriptors. Raises ValueError for a head dim above TMA_WIDTH."""
     return _launch(_TMA, dim, torch.bfloat16)
 
 
 def _launch(table: dict[int, AttentionLaunch], dim: int, dtype: torch.dtype) -> AttentionLaunch:
+    """Entry of the table for a head dim, with smaller tiles in float32. Raises ValueError for a wider head dim than the
+    table has."""
     width = sum(split_head_dim(dim))
     launch = next((entry for limit, entry in table.items() if width <= limit), None)
     if launch is None:
@@ -172,7 +182,8 @@ def _launch(table: dict[int, AttentionLaunch], dim: int, dtype: torch.dtype) -> 
 
 
 def tile_constants(dim: int, launch: AttentionLaunch) -> dict[str, Any]:
-    """Launch constants of kernels with tiles of query rows and of keys, and a head dim in two parts."""
+    """Constants, number of warps included, of kernels with tiles of query rows and of keys, and a head dim in two
+    tiles."""
     first, rest = split_head_dim(dim)
     return {
         "D": dim,
@@ -253,7 +264,7 @@ def _tables_of(capability: int) -> int:
 @cache
 def small_launch(num_rows: int, num_out: int, num_in: int, dtype: torch.dtype, capability: int) -> LinearLaunch:
     """Launch for up to 16 rows: a single row, or a tile of 16, whose inputs are split (split-K) if there are few
-    outputs."""
+    outputs and enough inputs for two steps of each program. Depends on `num_rows` only by whether it is 1."""
     if num_rows == 1:
         launch = _first(_VECTOR, num_out)
         if launch.columns == _SHORT_VECTOR.columns and num_in <= 2 * _SHORT_VECTOR.depth:
@@ -273,7 +284,8 @@ def small_launch(num_rows: int, num_out: int, num_in: int, dtype: torch.dtype, c
 
 
 def _fitted(launch: LinearLaunch, num_in: int, dtype: torch.dtype) -> LinearLaunch:
-    """Clamps `depth` for one row: the same bytes per step for every dtype, at most `num_in`."""
+    """The launch for one row with its depth, meant for 16 bits, set to the same bytes per step in `dtype`, but to no
+    more than the least power of two >= `num_in`."""
     return launch._replace(depth=min(launch.depth * 2 // dtype.itemsize, next_power_of_2(num_in)))
 
 
@@ -281,7 +293,9 @@ def _fitted(launch: LinearLaunch, num_in: int, dtype: torch.dtype) -> LinearLaun
 def pairs_launch(
     num_rows: int, num_out: int, width: int, num_in: int, dtype: torch.dtype, capability: int
 ) -> LinearLaunch:
-    """Launch as `small_launch` for outputs that are computed in pairs: `columns` counts pairs, out of `width`."""
+    """Launch for up to 16 rows whose outputs are computed in pairs, never split-K: `columns` counts pairs, at
+    most `width` (the pairs of a head or of the whole product, rounded up to a power of two), but at least 8 in a tile
+    of rows."""
     if num_rows == 1:
         launch, least = _fitted(_first(_VECTOR, num_out), num_in, dtype), 1
     else:
@@ -292,14 +306,15 @@ def pairs_launch(
 
 
 def tiled_launch(num_out: int, dtype: torch.dtype, capability: int) -> LinearLaunch:
-    """Launch for any number of rows, which it does not depend on, so that a row's bits do not either."""
+    """Launch for any number of rows, on which it does not depend, so that a row's bits do not either."""
     if dtype.itemsize > 2:
         return _TILED_WIDE
     return _first(_TILED[_tables_of(capability)], num_out)
 
 
 def few_rows_quantized_launch(num_rows: int, num_out: int, num_in: int, dtype: torch.dtype) -> LinearLaunch:
-    """Launch for up to 64 rows. The split-K count is the same for up to 16 rows, and for 17 to 64."""
+    """Launch for up to 64 rows and quantised weights: one for up to 16 rows, another for 17 to 64. Split-K if there are
+    few outputs and enough inputs for four steps of each program."""
     launch = _first(_FEW_ROWS_QUANTIZED, num_rows - 1)
     if dtype.itemsize > 2:
         launch = launch._replace(stages=2)
@@ -311,7 +326,8 @@ def few_rows_quantized_launch(num_rows: int, num_out: int, num_in: int, dtype: t
 
 
 def tiled_quantized_launch(num_out: int, group_size: int, dtype: torch.dtype, capability: int) -> LinearLaunch:
-    """Launch for any number of rows, as `tiled_launch`."""
+    """Launch for any number of rows, on which it does not depend, and quantised weights with `group_size` inputs for
+    each scale."""
     if dtype.itemsize > 2:
         return _TILED_QUANTIZED_WIDE
     if group_size <= _SMALL_GROUP:
@@ -320,6 +336,7 @@ def tiled_quantized_launch(num_out: int, group_size: int, dtype: torch.dtype, ca
 
 
 def _first(table: dict[int, Entry], size: int) -> Entry:
+    """Entry with the first key, in a table of descending keys, that is at most `size`."""
     return next(entry for least, entry in table.items() if size >= least)
 
 
@@ -335,4 +352,5 @@ def capability_of(device: torch.device) -> int:
 
 @cache
 def num_sms_of(device: torch.device) -> int:
+    """Number of streaming multiprocessors; 4 for tensors on the host, to interpret kernels with several programs."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

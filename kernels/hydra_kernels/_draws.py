@@ -20,7 +20,7 @@ LOWEST_KEY = tl.constexpr(-2139095040)  # `key_of` of minus infinity
 
 @triton.jit
 def key_of(value: tl.tensor) -> tl.tensor:
-    """An int32 with the order of `value`; 0 for both zeros."""
+    """An int32 with the order of `value`, a float32 that is not NaN; 0 for both zeros."""
     bits = tl.abs(value).to(tl.int32, bitcast=True)
     return tl.where(value < 0.0, -bits, bits)
 
@@ -43,12 +43,13 @@ def midpoint(low: tl.tensor, high: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def weight_of(value: tl.tensor, highest: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    """exp((value - highest) / temperature), with scale = scale_of(temperature)."""
     return tl.exp2((value - highest) * scale)
 
 
 @triton.jit
 def scale_of(temperature: tl.tensor) -> tl.tensor:
-    """LOG2_E / temperature, finite for every temperature above 0, so that 0 times it is 0."""
+    """log2(e) / temperature, at most 3e38: finite for every temperature above 0, so that 0 times it is 0."""
     return tl.minimum(_LOG2_E / temperature, 3.0e38)
 
 
@@ -56,7 +57,8 @@ def scale_of(temperature: tl.tensor) -> tl.tensor:
 def part_weights(
     sums: tl.tensor, part_peaks: tl.tensor, highest: tl.tensor, scale: tl.tensor, PARTS: tl.constexpr
 ) -> tl.tensor:
-    """The total weight of each part, [PARTS]."""
+    """The total weight of each part, [PARTS], in weights relative to the row's largest logit `highest`. sums: pointer
+    to the parts' sums of weights, each relative to the part's largest, `part_peaks`."""
     return tl.load(sums + tl.arange(0, PARTS)) * weight_of(part_peaks, highest, scale)
 
 
@@ -76,10 +78,11 @@ def lower_bound(
     GROUPS: tl.constexpr,
     STEPS: tl.constexpr,
 ) -> tl.tensor:
-    """A lower bound of all kept logits.
+    """A lower bound of the logits of a row that filters keep: by top_k `k` if that limits, else by top_p `p` if that is
+    below 1, else by min_p `least`.
 
     peaks: [PARTS * GROUPS], largest logits of disjoint groups. sums: pointer to the parts' sums of weights, each
-    relative to the part's largest.
+    relative to the part's largest. STEPS: bisection steps for top_k.
     """
     highest = tl.max(peaks, axis=0)
     if (k > 0) & (k < VOCABULARY):
@@ -112,7 +115,8 @@ def _tile(
     PARTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """Listed logits of all parts from index `start` of each list, [PARTS, COLUMNS]; minus infinity after its end."""
+    """Listed logits of all parts, COLUMNS from index `start` of each list: [PARTS, COLUMNS], minus infinity after its
+    end. offsets: pointer to the lists, [PARTS, WIDTH] columns within the part; count: [PARTS], their lengths."""
     base = tl.arange(0, PARTS)[:, None] * WIDTH
     index = start + tl.arange(0, COLUMNS)[None, :]
     listed = index < count[:, None]
@@ -133,7 +137,8 @@ def _sum_above(
     COLUMNS: tl.constexpr,
     COUNT: tl.constexpr,
 ) -> tl.tensor:
-    """Sum of the weights of listed logits above `bound`; with COUNT, their number."""
+    """Sum of the weights of all listed logits above `bound`; with COUNT, their number, as float32. Other parameters as
+    in `_tile` and `weight_of`."""
     total = tl.zeros([PARTS, COLUMNS], tl.float32)
     for start in range(0, tl.max(count, axis=0), COLUMNS):
         value = _tile(logits, offsets, count, start, WIDTH, PARTS, COLUMNS)
@@ -156,10 +161,11 @@ def _threshold(
     COLUMNS: tl.constexpr,
     COUNT: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Returns (threshold, what is above it): the smallest listed logit, above the number of key `low`, with less than
-    `mark` above it.
+    """Returns (threshold, amount above it). The threshold is the smallest listed logit that has less than `mark` above
+    it, by bisection between key `low`, whose number has `mark` or more, and the largest logit.
 
-    With COUNT it counts logits: the k-th largest for mark k. Otherwise it sums weights: the last logit of the nucleus.
+    With COUNT the amount is a number of logits: a mark of k gives the k-th largest. Otherwise it is their weight: a
+    mark of p times the total gives the smallest logit that top_p keeps.
     """
     high = key_of(highest)
     above = tl.full([], 0.0, tl.float32)
@@ -191,10 +197,12 @@ def apply_filters(
     PARTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Applies top_k, top_p and min_p to a row. Returns (bound, ties [PARTS], weights [PARTS]).
+    """Applies top_k `k`, top_p `p` and min_p `least` to a row, in this order. Returns (bound, ties [PARTS], weights
+    [PARTS]).
 
     Kept are the logits above the bound, and in each part the first `ties` of those equal to it, all of weight `least`
-    or more. lowest: lower bound of the listed logits. total: weight of the whole row.
+    or more; `weights` are the kept weights of each part. lowest: lower bound of the listed logits. total: weight of the
+    whole row.
     """
     bound = tl.full([], float("-inf"), tl.float32)
     allowed = tl.full([], VOCABULARY, tl.float32)
@@ -241,9 +249,11 @@ def walk(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """Index in one part of the first kept logit whose cumulative weight is above `mark`, or else of the last kept one.
+    """Column, within one part, of the first kept logit whose cumulative weight is above `mark`, or else of the last
+    kept one, 0 if there is none.
 
-    count: logits of the part, or of its list if `listed`.
+    Kept are logits as in `apply_filters`; `bound`, `ties` and `least` are this part's. count: logits of the part, or of
+    its list if `listed`.
     """
     start = tl.full([], 0, tl.int32)
     found = tl.full([], WIDTH, tl.int32)

@@ -21,14 +21,15 @@ _forget: list[Callable[[], None]] = []
 
 
 def cached_launch(function: Makes) -> Makes:
-    """Caches a function that makes a `Launch`: one entry for each kind of call in a process."""
+    """Decorates a function that makes a `Launch`: results are cached by arguments, the latest 4096 of them."""
     cached = lru_cache(maxsize=4096)(function)
     _forget.append(cached.cache_clear)
     return cached  # type: ignore[return-value]  # takes and returns what `function` does
 
 
 def clear_launch_caches() -> None:
-    """Clears all caches; for tests and benchmarks, which change what launches are made from."""
+    """Clears the caches of all `cached_launch` functions; for tests and benchmarks, which change what launches are made
+    from."""
     for clear in _forget:
         clear()
 
@@ -37,7 +38,8 @@ _ALIGNED, _UNALIGNED = "D", ""
 
 
 class Launch:
-    """Launches kernels with these constants, which are their last parameters, and launch options."""
+    """Launches kernels with these constants, which are their last parameters, and launch options such as `num_warps`.
+    Keeps the compiled kernels."""
 
     __slots__ = ("_compiled", "constants")
 
@@ -46,9 +48,11 @@ class Launch:
         self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
     def __call__(self, kernel: Any, grid: tuple[int, int, int], *arguments: Any) -> None:
-        """Does what `kernel[grid](*arguments, **constants)` does, but Triton's hooks see only the first launch.
+        """Does what `kernel[grid](*arguments, **constants)` does on the current stream, but Triton's hooks see only the
+        first launch of each kind of arguments.
 
-        The first argument is a tensor; tensors are on the current device.
+        The first argument is a tensor; tensors are on the current device. On the host Triton gets the call as it
+        is, to interpret it.
         """
         device = arguments[0].get_device()
         if device < 0 or not isinstance(kernel, JITFunction):  # on the host: interpreted, emulated, or an error

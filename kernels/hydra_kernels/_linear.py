@@ -25,8 +25,8 @@ _EACH = tl.constexpr(8)  # values of a row per thread
 def _normed(
     values: tl.tensor, squares: tl.tensor, norm: tl.tensor, k: tl.tensor, K: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Returns values [R, DEPTH] times the norm's weights, float32, and the running sums of squares, [R, DEPTH /
-    _EACH]."""
+    """Returns (values [R, DEPTH] times the norm's weights at inputs `k`, in float32; `squares` [R, DEPTH / _EACH] plus
+    the squares of values)."""
     wide = values.to(tl.float32)
     squares += tl.sum(tl.reshape(wide * wide, [squares.shape[0], squares.shape[1], _EACH]), axis=2)
     return wide * tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32), squares
@@ -122,8 +122,8 @@ def finish_tile(
     STRIDE_RESIDUAL: tl.constexpr,
     ROUNDED: tl.constexpr = False,
 ) -> None:
-    """Stores act(sums + bias) + residual, sums [R, C]. ACT, bias and residual may be None. ROUNDED: rounds to the
-    output dtype before the residual is added."""
+    """Stores act(sums + bias) + residual, sums [R, C], at rows and columns of `out` that are within num_rows and N.
+    ACT, bias and residual may be None. ROUNDED: rounds to the output dtype before the residual is added."""
     inside = column < N
     mask = (row < num_rows)[:, None] & inside[None, :]
     wide = row.to(tl.int64)[:, None]
@@ -152,7 +152,7 @@ def _join_splits_kernel(
     SPLITS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Adds the splits in order. Grid (N / COLUMNS, num_rows)."""
+    """Adds the splits of a row's columns in order and stores them by `finish_tile`. Grid (N / COLUMNS, num_rows)."""
     row = tl.program_id(1) + tl.arange(0, 1)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     sums = tl.zeros([1, COLUMNS], tl.float32)
@@ -171,7 +171,8 @@ def join_splits(
     *,
     rounded: bool = False,
 ) -> None:
-    """Writes act(sum of partial + bias) + residual to out [M, N]; partial: [splits, M, N] float32."""
+    """Writes act(sum of partial + bias) + residual to out [M, N]. partial: [splits, M, N] float32, added in order.
+    rounded: rounds to out's dtype before the residual is added."""
     splits, num_rows, num_out = partial.shape
     launches = _join_launches(num_out, 0 if residual is None else residual.stride(0), act, rounded, splits)
     grid = cdiv(num_out, _JOIN_COLUMNS), num_rows, 1
@@ -192,7 +193,8 @@ def _join_launches(num_out: int, stride_residual: int, act: str | None, rounded:
 
 
 def check_weight(weight: Tensor, x: Tensor) -> None:
-    """Requires [N, K] contiguous for x [M, K], which is checked already."""
+    """Raises ValueError unless the weight is a contiguous [N, K] of the dtype and on the device of x [M, K], which is
+    checked already."""
     num_in = x.shape[1]
     if weight.dim() != 2 or weight.shape[1] != num_in or not weight.is_contiguous() or weight.dtype is not x.dtype:
         raise ValueError(f"weight: expected contiguous [N, {num_in}] {x.dtype}, got {described(weight)}")
@@ -201,7 +203,7 @@ def check_weight(weight: Tensor, x: Tensor) -> None:
 
 
 def check_bias(bias: Tensor | None, num_out: int, x: Tensor) -> None:
-    """Requires [N] of x's dtype or float32, if there is one."""
+    """Raises ValueError unless the bias is None, or contiguous [num_out] of x's dtype or float32 on x's device."""
     if bias is not None:
         wanted = torch.float32 if bias.dtype is torch.float32 else x.dtype
         check_vector("bias", bias, num_out, wanted, x.device)
@@ -215,7 +217,8 @@ def checked_output(
     act: str,
     out_dtype: torch.dtype | None,
 ) -> Tensor:
-    """Checks the other arguments of a linear of x [M, K] and allocates its result, [M, num_out]."""
+    """Allocates the result of a linear of x [M, K]: contiguous [M, num_out] of `out_dtype`, by default x's. Raises
+    ValueError for a wrong bias, residual, act or out_dtype."""
     if act != "none" and act not in ACTIVATIONS:
         raise ValueError(f"act: expected one of none, {', '.join(ACTIVATIONS)}, got {act!r}")
     dtype = x.dtype if out_dtype is None else out_dtype

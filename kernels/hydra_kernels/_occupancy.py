@@ -23,7 +23,8 @@ class Limits(NamedTuple):
 
 
 def resident_programs(shared: int, registers: int, warps: int, limits: Limits) -> int:
-    """Resident programs per SM, at least one. shared: bytes per program. registers: per thread."""
+    """Programs that an SM holds at once, at least one. shared: bytes of shared memory per program. registers: per
+    thread. warps: per program."""
     registers_per_warp = -(-registers * 32 // _REGISTERS_AT_ONCE) * _REGISTERS_AT_ONCE
     limits_on_programs = (
         limits.shared // (shared + _RESERVED),
@@ -37,7 +38,8 @@ def resident_programs(shared: int, registers: int, warps: int, limits: Limits) -
 def resident_programs_of(
     kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], device: torch.device
 ) -> int:
-    """Resident programs per SM for these launch arguments. Compiles and loads the kernel if needed."""
+    """Programs of the kernel that an SM holds at once, for these launch arguments. Compiles and loads the kernel if
+    needed, and launches nothing. 4 on the host, where nothing is compiled."""
     if device.type != "cuda":
         return _UNKNOWN
     compiled = kernel.warmup(*arguments, grid=(1, 1, 1), **constants)

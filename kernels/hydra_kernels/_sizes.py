@@ -5,6 +5,7 @@ from __future__ import annotations
 
 
 def cdiv(size: int, part: int) -> int:
+    """size / part, rounded up."""
     return -(-size // part)
 
 

@@ -13,14 +13,15 @@ from hydra_kernels._attention import LOWEST
 def split_bounds(
     context: tl.tensor, split: tl.tensor, num_splits: tl.tensor, KEYS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Keys [first, last) of a split: equal numbers of whole tiles; the last splits have fewer or none."""
+    """Returns (first, last), the range of a split's keys: equal numbers of whole tiles of KEYS; the last splits have
+    fewer keys or none, with first >= last."""
     keys = tl.cdiv(tl.cdiv(context, num_splits), KEYS) * KEYS
     return split * keys, tl.minimum((split + 1) * keys, context)
 
 
 @triton.jit
 def is_last(counter: tl.tensor, num_splits: tl.tensor) -> tl.tensor:
-    """True in the program that arrives last of all splits; it resets the counter to 0.
+    """Counts this program in `counter`. True if it is the last of `num_splits`; then the counter is 0 again.
 
     Stores of the other programs are visible after this: barriers order the threads of a program, the atomic the
     programs.
@@ -48,8 +49,12 @@ def merge(
     PADDED: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
-    """Writes the average of the splits' results, weighted by their softmax totals, for a tile of ROWS with the GROUP
-    heads of one KV head; STEP splits at a time. A context of 0 gives zeros."""
+    """Writes the average of the splits' results, weighted by their softmax totals, for the GROUP query heads, out of a
+    tile of ROWS, of one request and KV head (`group` numbers these); STEP splits at a time. A context of 0 gives zeros.
+
+    partial: [.., num_splits, D]; log_totals: [.., num_splits], in base 2, read only for splits that have keys. PADDED:
+    the least power of two >= D.
+    """
     member = tl.arange(0, ROWS)
     place = group * GROUP + member
     logs = log_totals + (place * num_splits)[:, None]

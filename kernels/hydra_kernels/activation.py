@@ -18,7 +18,7 @@ _WARPS = 4
 
 @triton.jit
 def activate(x: tl.tensor, ACT: tl.constexpr) -> tl.tensor:
-    """Applies ACT to float32 x. The tanh approximation uses (1 + tanh(y)) / 2 = sigmoid(2 y)."""
+    """Applies ACT, one of ACTIVATIONS, to float32 x. gelu_tanh uses (1 + tanh(y)) / 2 = sigmoid(2 y)."""
     if ACT == "silu":
         share = tl.sigmoid(x)
     elif ACT == "quick_gelu":
@@ -39,8 +39,8 @@ def _act_and_mul_kernel(
     STRIDE_ROW: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """act(gate) * up. Grid (T, F / COLUMNS). Width and stride are constants, so that the compiler knows the alignment
-    of widths like 3420."""
+    """Stores round(act(gate)) * up. Grid (T, F / COLUMNS). Width and stride are constants, so that the compiler knows
+    the alignment of widths like 3420."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = column < WIDTH
@@ -65,7 +65,7 @@ def _sigmoid_mul_kernel(
     ROWS: tl.constexpr,
     PADDED: tl.constexpr,
 ) -> None:
-    """x * sigmoid(gate). Row r is head r % HEADS of token r // HEADS."""
+    """Stores x * sigmoid(gate) of ROWS heads. Row r is head r % HEADS of token r // HEADS. Grid (T * H / ROWS,)."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, PADDED)[None, :]
     mask = (row < num_rows) & (column < COLUMNS)

@@ -26,6 +26,8 @@ MAX_TAPS = 16  # at most TILE, so that only the first tile of a row reads the st
 
 
 class _Launch(NamedTuple):
+    """Channels of a program's tile, and its warps."""
+
     channels: int
     warps: int
 
@@ -49,8 +51,8 @@ def _inputs(
     TAPS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ) -> tl.tensor:
-    """Loads the inputs at positions `at` of a row that begins at `begin`: from the row itself, from the old state for
-    negative positions, or 0 below `oldest`."""
+    """Loads the inputs at positions `at`, counted in a row that begins at token `begin` of x: from x, from the old
+    state for negative positions, or 0 below `oldest` and where `real` is false."""
     here = tl.load(x + (begin + at) * stride_x + channel, mask=real & (at >= 0), other=0.0)
     past = tl.load(old + (at + TAPS - 1) * CHANNELS + channel, mask=real & (at < 0) & (at >= oldest), other=0.0)
     return tl.where(at < 0, past, here)
@@ -75,7 +77,8 @@ def _causal_conv_kernel(
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Grid (tiles, blocks of channels). BEFORE: the least power of two >= TAPS - 1."""
+    """Computes `causal_conv` of a tile of TOKENS tokens and COLUMNS channels; in a row's first tile also writes its
+    state. Grid (tiles, blocks of channels). BEFORE: the least power of two >= TAPS - 1."""
     row = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
     first = tl.load(tiles + 2 * tl.program_id(0) + 1)
     begin = tl.load(cu_q + row)
@@ -155,7 +158,7 @@ def causal_conv(
 
 
 def _check(x: Tensor, weight: Tensor, states: Tensor) -> int:
-    """Checks x, weight and states. Returns K."""
+    """Returns K. Raises ValueError for a wrong x, weight or states."""
     check_rows("x", x)
     channels = x.shape[1]
     taps = weight.shape[1] if weight.dim() == 2 else 0

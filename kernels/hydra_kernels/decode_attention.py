@@ -90,7 +90,8 @@ def _decode_mha_kernel(
     """Decode attention with one query head per KV head. Grid (B, Hkv, splits).
 
     out: [B, Hq, D]; partial: [B, Hq, splits, D] and log_totals: [B, Hq, splits], in base 2, of splits that have keys;
-    counters: [B * Hkv], 0 before and after. SINGLE: one split, and only `out`.
+    counters: [B * Hkv], 0 before and after. SINGLE: there is one split, which writes `out` alone; these three are None.
+    PADDED: the least power of two >= D. STEP: splits that are merged at a time.
     """
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     launch_dependents(PDL)
@@ -232,10 +233,11 @@ def _decode_gqa_kernel(
 
 @lru_cache(maxsize=256)  # every layer of a step asks for the same
 def choose_num_splits(batch: int, num_kv_heads: int, max_context: int, places: int) -> int:
-    """The split count with the least time, if `places` programs run at once; of equals the smallest.
+    """The split count with the least estimated time if `places` programs run at once; of equals the smallest.
 
-    Programs run in waves, each as long as one split, even if not full. Starting and ending a program costs _BEGINNING
-    keys. A split has at least 64 keys of the longest context.
+    Programs run in waves, each as long as one split, even if not full. Starting and ending a program costs as much as
+    _BEGINNING keys. At most one split for every 64 keys of the longest context (rounded up), 128 splits and four waves;
+    1 if `batch` requests have more KV heads together than there are counters.
     """
     groups = max(1, batch * num_kv_heads)
     most = min(cdiv(max_context, _MIN_KEYS), _MAX_SPLITS, _MAX_WAVES * places // groups)
@@ -250,11 +252,14 @@ def choose_num_splits(batch: int, num_kv_heads: int, max_context: int, places: i
 
 
 def new_counters(device: torch.device) -> Tensor:
-    """Split counters for decodes that never run at the same time: int32, zero before and after each."""
+    """Counters of finished splits for `decode_attention` calls that never run at the same time: [NUM_COUNTERS] int32,
+    zero before and after each call."""
     return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
 
 
 class _Prepared(NamedTuple):
+    """A kernel, its arguments, and the launch with its constants."""
+
     kernel: Any
     arguments: tuple[Any, ...]
     launch: Launch
@@ -269,8 +274,8 @@ def programs_per_sm(
     scale: float,
     scales: Scales | None = None,
 ) -> int:
-    """Resident programs per SM of `decode_attention` with several splits. Compiles the kernel if needed; launches
-    nothing."""
+    """Programs of `decode_attention` with several splits that an SM holds at once; 4 on the host. Compiles and loads
+    the kernel if needed; launches nothing."""
     check_paged(q, k_cache, v_cache, block_tables, num_context, scales)
     floats, ints = (torch.empty(0, dtype=dtype, device=q.device) for dtype in (torch.float32, torch.int32))
     kernel, arguments, launch = _prepared(
@@ -341,8 +346,8 @@ def _prepared(
     between: tuple[Tensor, Tensor, Tensor] | None,
     scales: Scales | None,
 ) -> _Prepared:
-    """Builds a launch. between: partial results, their totals and the counters of several splits; None for one
-    split."""
+    """Chooses the kernel and builds its arguments and launch. between: partial results, the base-2 logarithms of their
+    totals, and the counters of several splits; None for one split."""
     _, num_heads, dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
     stride_q, stride_q_head, _ = q.stride()
@@ -371,6 +376,7 @@ def _launches(
     *,
     single: bool,
 ) -> Launch:
+    """Builds the launch. group: query heads per KV head. single: there is one split."""
     first, rest = split_for_lanes(dim) if group == 1 else split_head_dim(dim)
     padded = next_power_of_2(dim)
     constants: dict[str, Any] = {

@@ -1,8 +1,8 @@
 """The gated delta rule over packed rows of requests, token by token: decodes and prompts in one kernel.
 
-State S [Dk, Dv] of a head; for a token with key k and query q, both of length 1, value v, decay d and strength b:
+State S [Dk, Dv] of a head; for a token with key k and query q, both of length 1, value v, decay d and strength beta:
 
-    S = d S;    S = S + k (b (v - S^T k))^T;    out = S^T q / sqrt(Dk)
+    S = d S;    S = S + k (beta (v - S^T k))^T;    out = S^T q / sqrt(Dk)
 
 A program of one warp takes a row, a value head and a block of columns of S, which stays in registers from the row's
 first token to its last; columns are independent. A token's result has the same terms in the same order for any chunking
@@ -32,14 +32,15 @@ _CHANGING = ["cu_q", "starts", "reads", "writes"]  # of any alignment: nothing i
 
 @triton.jit
 def _unit(x: tl.tensor) -> tl.tensor:
-    """x in float32, scaled to length 1."""
+    """x / sqrt(|x|^2 + 1e-6) of a vector, in float32: of length 1, unless x is tiny."""
     wide = x.to(tl.float32)
     return wide * tl.rsqrt(tl.sum(wide * wide, axis=0) + _LENGTH_EPS)
 
 
 @triton.jit
 def _softplus(x: tl.tensor) -> tl.tensor:
-    """log(1 + exp(x)). The quotient corrects the rounding of 1 + exp(x) for small exp(x)."""
+    """log(1 + exp(x)) of float32 x; x itself above 20. The quotient corrects the rounding of 1 + exp(x) for small
+    exp(x)."""
     power = tl.exp(tl.minimum(x, 20.0))
     total = 1.0 + power
     small = total == 1.0
@@ -79,7 +80,8 @@ def _delta_rule_kernel(
     KEYS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Grid (blocks of columns, Hv, B). KEYS: the least power of two >= KEY_DIM."""
+    """Computes `delta_rule` of all tokens of a row for one value head and COLUMNS columns of its state. Grid (blocks of
+    columns, Hv, B). GROUP: value heads per key head. KEYS: the least power of two >= KEY_DIM."""
     head, row = tl.program_id(1), tl.program_id(2)
     key = tl.arange(0, KEYS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -150,11 +152,13 @@ def delta_rule(
     reads: Tensor,
     writes: Tensor,
 ) -> Tensor:
-    """Returns the gated delta rule, new contiguous [T, Hv, Dv]; sums in float32.
+    """Returns the outputs of the gated delta rule, new contiguous [T, Hv, Dv]; sums in float32.
 
-    d = exp(-exp(rates) softplus(a + shift)); strength b = sigmoid(b), rounded to its dtype. q, k: [T, Hk, Dk]; v: [T,
-    Hv, Dv], tokens and heads at any stride; a, b: [T, Hv], rows at any stride; one dtype for all. Value head h reads
-    key head h // (Hv / Hk). rates, shift: [Hv] float32. states: [N, Hv, Dk, Dv] float32, a view of one layer.
+    A token computes S = d S; S = S + k (beta (v - S^T k))^T; out = S^T q / sqrt(Dk), with q and k scaled to length 1,
+    d = exp(-exp(rates) softplus(a + shift)) and beta = sigmoid(b), rounded to b's dtype. q, k: [T, Hk, Dk], Dk at most
+    512; v: [T, Hv, Dv], tokens and heads at any stride; a, b: [T, Hv], rows at any stride; one dtype for all. Value
+    head h reads key head h // (Hv / Hk). rates, shift: [Hv] float32. states: [N, Hv, Dk, Dv] float32, a view of one
+    layer.
 
     Row r has tokens [cu_q[r], cu_q[r + 1]); it continues the state in slot reads[r], or zeros if starts[r] is 0, and
     leaves its state in slot writes[r], or nowhere if that is -1. cu_q: [B + 1]; starts, reads, writes: [B]; int64.
@@ -189,6 +193,7 @@ def delta_rule(
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, rates: Tensor, shift: Tensor, states: Tensor) -> None:
+    """Raises ValueError if one of these arguments of `delta_rule` is wrong."""
     check_heads("v", v)
     tokens, heads, value_dim = v.shape
     for name, x in (("q", q), ("k", k)):

@@ -28,7 +28,8 @@ def _finish_kernel(
     STRIDE_RESIDUAL: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Grid (T, N / COLUMNS). ACT, bias and residual may be None."""
+    """Stores act(product + bias) + residual of some columns of a row. Grid (T, WIDTH / COLUMNS). ACT, bias and residual
+    may be None."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = column < WIDTH
@@ -51,8 +52,8 @@ def finish(
 ) -> Tensor:
     """Returns act(product + bias) + residual in float32, rounded once: new contiguous [T, N].
 
-    product: [T, N], rows at any stride; bias: [N] of any float type; residual: [T, N] of the result's dtype; act:
-    "none" or one of `activation.ACTIVATIONS`; out_dtype: that of the product by default.
+    product: [T, N], rows at any stride; bias: [N] of any float type; residual: [T, N] of the result's dtype, rows at
+    any stride; act: "none" or one of `activation.ACTIVATIONS`; out_dtype: a float type, the product's by default.
     """
     check_rows("product", product)
     dtype = product.dtype if out_dtype is None else out_dtype

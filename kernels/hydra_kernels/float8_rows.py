@@ -48,7 +48,8 @@ def _round_rows_kernel(
     GROUPS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Rounds a row, [GROUPS, COLUMNS] words, held in registers. Grid (rows). Rows from `num_rows` on are zeros."""
+    """Rounds one row, held in registers as [GROUPS, COLUMNS] words of two numbers, and stores words and steps. Grid
+    (rows). Rows from `num_rows` on are zeros."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     place = tl.arange(0, COLUMNS)
@@ -70,12 +71,13 @@ def _round_rows_kernel(
 
 
 def round_rows(x: Tensor, width: int, group_size: int) -> tuple[Tensor, Tensor]:
-    """Rounds x [M, K] of a float type, rows at any stride: (numbers float8_e4m3fn [R, 2 * width], steps float32 [R,
-    G]).
+    """Rounds x [M, K] of a float type, rows at any stride. Returns (numbers float8_e4m3fn [R, 2 * width], steps float32
+    [R, G]), numbers in the order of the weight's words and zero-padded; x is about number * step.
 
-    width: words of a row of the weight. group_size: K (G = 1, R = M), or 128, which divides K; then R is M rounded up
-    to a multiple of 4 with zero rows, and steps have strides (1, R), as tensor cores require. A group with a number
-    that is not finite becomes NaN; one without a magnitude of 2^-100 becomes zeros.
+    width: int16 words of a row of the packed weight, 2 * width >= K. group_size: inputs that share a step, K (G = 1, R
+    = M), or 128, which divides K; then R is M rounded up to a multiple of 4 with zero rows, and steps have strides (1,
+    R), as tensor cores require. In a group with a number that is not finite, number * step is NaN; a group whose
+    magnitudes are all below 2^-100 becomes zeros.
     """
     check_rows("x", x)
     num_rows, num_in = x.shape

@@ -54,8 +54,9 @@ def _pairs(
     DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Returns x @ weight[column]^T + bias, rounded, at even and at odd indices of `column` [2 * PAIRS]: two tensors
-    [ROWS, PAIRS] float32. x is normed if there is a `norm`."""
+    """Returns x @ weight[column]^T + bias, rounded to x's dtype, at even and at odd indices of `column` [2 * PAIRS]:
+    two tensors [ROWS, PAIRS] float32. `inside`: columns that exist. x is normed if there is a `norm` (ROWS is 1
+    then)."""
     SPAN: tl.constexpr = (K + DEPTH - 1) // DEPTH * DEPTH
     sums = few_rows_sums(
         x, norm, eps, weight, column, inside, num_rows, 0, K, STRIDE_X, ROWS, DEPTH, SPAN, STAGES, DTYPE, PDL
@@ -86,7 +87,7 @@ def _gated_linear_kernel(
     DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Grid (WIDTH / PAIRS,)."""
+    """Stores PAIRS columns of `gated_linear`'s result. Grid (WIDTH / PAIRS,)."""
     launch_dependents(PDL)
     begin = tl.program_id(0) * PAIRS
     each = tl.arange(0, 2 * PAIRS)
@@ -136,9 +137,10 @@ def _rope_linear_kernel(
     DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Computes some pairs of one head of queries, keys or values, in this order. Grid (heads * HALF / PAIRS,).
+    """Computes PAIRS pairs of one head; the grid numbers heads of queries, then keys, then values. Grid (heads * tiles
+    of PAIRS in HALF,).
 
-    Rows whose slot is not in the cache are not written.
+    Keys and values of rows whose slot is not in the cache are not written; queries always are.
     """
     launch_dependents(PDL)
     TILES: tl.constexpr = (HALF + PAIRS - 1) // PAIRS
@@ -181,7 +183,7 @@ def _rope_linear_kernel(
 
 
 def can_norm(x: Tensor) -> bool:
-    """True if a product can norm x itself: x has at most one row."""
+    """True if `gated_linear` and `rope_linear` can norm x [M, K] themselves: M is at most 1."""
     return x.shape[0] <= 1
 
 
@@ -192,7 +194,8 @@ def gated_linear(
 
     x: [M, K], M at most 16, rows at any stride; weight: [2 * F, K] contiguous of x's dtype, gate first; bias: [2 * F]
     of x's dtype or float32; act: one of `activation.ACTIVATIONS`. gate, up, act(gate) and the result are rounded to x's
-    dtype. norm: [K] of x's dtype or float32, or None: x becomes rms_norm(x, norm, eps), if `can_norm` allows it.
+    dtype. norm: [K] of x's dtype or float32: x becomes rms_norm(x, norm, eps), not rounded, which needs `can_norm(x)`;
+    None: no norm.
     """
     _check_product(x, weight, bias, norm)
     if act not in ACTIVATIONS:
@@ -225,9 +228,10 @@ def rope_linear(
     queries.
 
     x: [M, K], M at most 16, rows at any stride; weight: [(Hq + 2 Hkv) * D, K] contiguous of x's dtype; bias: of x's
-    dtype or float32; cos, sin: [M, D/2] float32, rows at any stride; slots: [M] int64, skipped outside of the cache;
-    k_cache, v_cache: [N, S, Hkv, D] as in `decode_attention`; norm, eps: as in `gated_linear`. The product is rounded;
-    pairs (i, i + D/2) are rotated in float32 and rounded. Returns a new contiguous [M, Hq, D].
+    dtype or float32; cos, sin: [M, D/2] float32, rows at any stride; slots: [M] int64: rows with -1, or a slot outside
+    of the cache, write no keys and values; k_cache, v_cache: [N, S, Hkv, D] of x's dtype, as in `decode_attention`;
+    norm, eps: as in `gated_linear`. The product is rounded; pairs (i, i + D/2) are rotated in float32 and rounded.
+    Returns a new contiguous [M, Hq, D].
     """
     _check_product(x, weight, bias, norm)
     if k_cache.dim() != 4 or k_cache.dtype is not x.dtype or k_cache.device != x.device or k_cache.stride(3) != 1:
@@ -285,6 +289,7 @@ def _rope_launches(
 
 
 def _check_product(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None) -> None:
+    """Raises ValueError for a wrong dtype or shape, more than 16 rows, or a norm with more than one row."""
     check_rows("x", x)
     check_weight(weight, x)
     check_bias(bias, weight.shape[0], x)
@@ -297,7 +302,7 @@ def _check_product(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor 
 
 
 def _constants(num_in: int, stride: int, launch: LinearLaunch, device: torch.device) -> dict[str, Any]:
-    """Launch constants; `launch.columns` counts pairs."""
+    """Constants that both kernels share, and launch options; `launch.columns` counts pairs."""
     return {
         "K": num_in,
         "STRIDE_X": stride,

@@ -53,7 +53,8 @@ def _small_linear_kernel(
     DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Grid (N / COLUMNS, K / SPAN). With split-K `out` is [splits, num_rows, N] float32."""
+    """Stores a tile of `small_linear`'s result, of inputs in one span. Grid (N / COLUMNS, K / SPAN). With several spans
+    (split-K) `out` is [splits, num_rows, N] float32, and the other arguments of the epilogue are None."""
     launch_dependents(PDL)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     split = tl.program_id(1)
@@ -86,7 +87,7 @@ def _tiled_linear_kernel(
     STAGES: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> None:
-    """Computes every programs-th tile in each program. Grid (programs,), any number.
+    """Stores tiles of `invariant_linear`'s result: program i of n has tiles i, i + n, .. Grid (n,), for any n.
 
     `num_rows` is the only parameter that depends on the step, and is not specialised for, so that every step runs the
     same machine code.
@@ -125,7 +126,7 @@ def small_linear(
     x: [M, K], M at most 16, rows at any stride; weight: [N, K] contiguous of x's dtype; bias: [N] of x's dtype or
     float32; residual: [M, N] of the result's dtype, rows at any stride; act: "none" or one of `activation.ACTIVATIONS`;
     out_dtype: a float type, x's by default. rounded: rounds the product before the residual is added, as if it had been
-    stored. A row depends on its own values and on whether M is 1.
+    stored. A row of the result depends on that row of x and residual, and on whether M is 1.
     """
     out = _checked(x, weight, bias, residual, act, out_dtype)
     (num_rows, num_in), num_out = x.shape, weight.shape[0]
@@ -155,7 +156,8 @@ def invariant_linear(
     *,
     num_sms: int | None = None,
 ) -> Tensor:
-    """Returns what `small_linear` does, for any M: row i depends on row i of x and of the residual alone.
+    """Returns act(x @ weight^T + bias) + residual as `small_linear`, for any M, never rounded before the residual: row
+    i depends on row i of x and of the residual alone.
 
     Tiles and the order of sums follow from N, K, the dtype and the kind of GPU. num_sms: the most programs, by default
     the SMs of the GPU; it changes no bit.
@@ -194,7 +196,7 @@ def _small(
     *,
     rounded: bool = False,
 ) -> None:
-    """Launches the kernel. end = (bias, residual, out)."""
+    """Launches the kernel of `small_linear`. end = (bias, residual, out)."""
     num_out, num_in = weight.shape
     strides = x.stride(0), stride_residual
     launches = _small_launches(num_out, num_in, strides, act, rounded, launch, x.device)
@@ -211,6 +213,7 @@ def _small_launches(
     launch: LinearLaunch,
     device: torch.device,
 ) -> Launch:
+    """Builds the launch. strides: rows of x, rows of the residual."""
     return Launch(
         N=num_out,
         K=num_in,
@@ -237,7 +240,7 @@ def _checked(
     act: str,
     out_dtype: torch.dtype | None,
 ) -> Tensor:
-    """Checks the arguments and allocates the result."""
+    """Allocates the result, [M, N]. Raises ValueError for a wrong argument."""
     check_rows("x", x)
     check_weight(weight, x)
     return checked_output(x, weight.shape[0], bias, residual, act, out_dtype)

@@ -48,7 +48,7 @@ def _adjust_kernel(
     WORDS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Grid (B, tiles of columns)."""
+    """Stores `adjust_logits` of a tile of a row's columns. Grid (B, tiles of columns)."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS
     column = first + tl.arange(0, COLUMNS)
     inside = column < VOCABULARY
@@ -96,8 +96,10 @@ def _score_part_kernel(
 ) -> None:
     """Scores one part of a row. Grid (B, PARTS).
 
-    Writes its largest logit, the sum of exp(logit - largest), the number of tokens that precede the row's token (a
-    larger logit, or an equal one and a lower id), and its first `num_top` tokens in order.
+    Writes its largest logit to `peaks`, the sum of exp(logit - largest) to `sums`, to `above` the number of tokens that
+    precede the row's token (a larger logit, or an equal one and a lower id), and its first `num_top` logits and ids in
+    that order to `best` and `best_ids`. Rows with a `num_top` of -1 are skipped; a logit that is not finite counts as
+    minus infinity.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     count = tl.load(num_top + row)
@@ -142,7 +144,7 @@ def _score_kernel(
     LISTED: tl.constexpr,
     MOST: tl.constexpr,
 ) -> None:
-    """Merges the parts; see `score_tokens`. Grid (B,)."""
+    """Merges the parts of a row to the results of `score_tokens`; skips rows with a `num_top` of -1. Grid (B,)."""
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(num_top + row)
     if count < 0:
@@ -182,10 +184,12 @@ def adjust_logits(
 ) -> Tensor:
     """Returns adjusted logits, [B, V] float32, contiguous, of logits [B, V] of a float type, rows at any stride.
 
-    In this order, in float64: row b gets bias_values[i] added to token bias_ids[i] for i in [bias_begins[b],
-    bias_ends[b]); if counted[b] is not -1, penalties[b] = (repetition, frequency, presence) act on the tokens in
-    counts[counted[b]]; if masked[b] is not -1, tokens whose bit is 0 in masks[masked[b]] get LOWEST_LOGIT. A logit that
-    is not finite is kept.
+    In this order, in float64, rounded once: row b gets bias_values[i] added to token bias_ids[i] for i in
+    [bias_begins[b], bias_ends[b]); if counted[b] is not -1, penalties[b] = (repetition, frequency, presence) act by the
+    counts of tokens, counts[counted[b]]: a token of prompt or output is divided by repetition if its logit is positive,
+    else multiplied, and one that is n > 0 times in the output loses frequency * n + presence; if masked[b] is not -1,
+    tokens whose bit is 0 in masks[masked[b]] get LOWEST_LOGIT. Results beyond float32 become its largest or lowest
+    finite number. A logit that is not finite is kept.
 
     bias_begins, bias_ends, counted, masked: [B] int32; bias_ids: [N] int32; bias_values: [N] and penalties: [B, 3]
     float64; masks: [M, ceil(V / 32)] int32, token t is bit t % 32 of word t // 32; counts: [S, V] int32, 2 *
@@ -221,12 +225,13 @@ def adjust_logits(
 
 
 def score_tokens(logits: Tensor, tokens: Tensor, num_top: Tensor, max_top: int) -> tuple[Tensor, Tensor]:
-    """Returns (numbers [B, 3 + max_top] float32, places [B, 1 + max_top] int32) of logits [B, V] of a float type.
+    """Returns what log probabilities of a token are computed from: (numbers [B, 3 + max_top] float32, places [B, 1 +
+    max_top] int32) of logits [B, V] of a float type.
 
-    logits: rows at any stride, V from 1 to 1048576; tokens: [B] int64; num_top: [B] int32, at most `max_top`, -1 skips
-    the row. numbers: logit of the token, largest logit, sum of exp(logit - largest), then the num_top largest,
-    descending. places: rank of the token, from 1, then the ids of the largest. Equal logits are ordered by
-    id. Other entries, rows that are not finite, and ids beyond V are undefined.
+    logits: rows at any stride, V from 1 to 1048576; tokens: [B] int64, below V; num_top: [B] int32, at most `max_top`,
+    -1 skips the row. numbers: logit of the token, largest logit, sum of exp(logit - largest), then the num_top largest,
+    descending. places: rank of the token, from 1, then the ids of the largest. Equal logits are ordered by id.
+    Undefined: other entries, skipped rows, rows that are not finite, and entries beyond the V-th.
     """
     check_rows("logits", logits)
     batch, vocabulary = logits.shape
@@ -270,6 +275,7 @@ def score_tokens(logits: Tensor, tokens: Tensor, num_top: Tensor, max_top: int) 
 def _check_table(
     name: str, table: Tensor, shape: tuple[int | None, int], dtype: torch.dtype, device: torch.device
 ) -> None:
+    """Raises ValueError unless the table is contiguous [rows, columns]; rows of None allow any number."""
     rows, columns = shape
     good = table.dim() == 2 and table.shape[1] == columns and rows in (None, table.shape[0])
     if not good or table.dtype is not dtype or not table.is_contiguous() or table.device != device:

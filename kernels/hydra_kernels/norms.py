@@ -48,7 +48,8 @@ def _rms_norm_kernel(
     PADDED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Row r is head r % HEADS of token r // HEADS. `residual` and `gate` may be None."""
+    """Stores the RMSNorm of ROWS rows; row r is head r % HEADS of token r // HEADS. With a `residual` the rows are
+    first added to it, in place; with a `gate` the result is multiplied by silu(gate). Both may be None."""
     launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, PADDED)[None, :]
@@ -86,7 +87,7 @@ def _layer_norm_kernel(
     ROWS: tl.constexpr,
     PADDED: tl.constexpr,
 ) -> None:
-    """`residual` may be None."""
+    """Stores the LayerNorm of ROWS rows. With a `residual`, which may be None, they are first added to it, in place."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, PADDED)[None, :]
     inside = column < COLUMNS
@@ -104,9 +105,11 @@ def _layer_norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Returns round(x / sqrt(mean(x^2) + eps)) * weight over the last dimension, new, contiguous, of x's shape.
+    """Returns round(x / sqrt(mean(x^2) + eps)) * weight over the last dimension, new, contiguous, of x's shape and
+    dtype.
 
-    x: [T, C] or [T, H, D], tokens and heads at any stride; weight: [C] or [D] of x's dtype or float32.
+    x: [T, C] or [T, H, D], tokens and heads at any stride; weight: [C] or [D] of x's dtype or float32; if it is wider
+    than x, only the product is rounded.
     """
     if x.dim() == 3:
         check_heads("x", x)
@@ -116,7 +119,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Adds x to `residual` in place, rounded to the dtype; returns rms_norm(residual), new and contiguous.
+    """Adds x to `residual` in place, rounded to the dtype; returns rms_norm(residual, weight, eps), new and contiguous.
 
     x, residual: [T, C], rows at any stride; weight: [C] of their dtype or float32.
     """
@@ -126,7 +129,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 
 
 def gated_rms_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
-    """Returns round(rms_norm(x) * silu(gate)), with rms_norm(x) rounded too, new and contiguous.
+    """Returns rms_norm(x) * silu(gate), new and contiguous; rms_norm(x) and the product are rounded, silu(gate) is not.
 
     x, gate: [T, H, D], tokens and heads at any stride; weight: [D] of their dtype.
     """
@@ -139,6 +142,7 @@ def gated_rms_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tenso
 
 
 def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, gate: Tensor | None, eps: float) -> Tensor:
+    """Checks the weight alone, and launches the kernel of the three functions above."""
     wanted = torch.float32 if weight.dtype is torch.float32 else x.dtype
     check_vector("weight", weight, x.shape[-1], wanted, x.device)
     out = x.new_empty(x.shape)
@@ -184,7 +188,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Adds x to `residual` in place, rounded to the dtype; returns layer_norm(residual), new and contiguous.
+    """Adds x to `residual` in place, rounded to the dtype; returns its layer_norm as above, new and contiguous.
 
     x, residual: [T, C], rows at any stride; weight, bias: [C] of their dtype.
     """
@@ -194,6 +198,7 @@ def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, ep
 
 
 def _layer_norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Checks weight and bias alone, and launches the kernel of the two functions above."""
     check_vector("weight", weight, x.shape[1], x.dtype, x.device)
     check_vector("bias", bias, x.shape[1], x.dtype, x.device)
     out = x.new_empty(x.shape)

@@ -47,7 +47,7 @@ def _packed_kernel(
     DTYPE: tl.constexpr,
     SEARCH: tl.constexpr,
 ) -> None:
-    """Grid (tiles of the longest segment, H, segments).
+    """Stores attention of a tile of ROWS queries of one head. Grid (tiles of the longest segment, H, segments).
 
     With SEARCH, a power of two of at least `num_segments`: grid (upper bound of all segments' tiles, H), and a program
     looks up the segment of its tile.
@@ -104,11 +104,12 @@ def packed_attention(
     D].
 
     q, k, v: [P, H, D], rows and heads at any stride (views of one fused projection); cu_seqlens: [segments + 1] int32
-    rising from 0 to P, with no segment longer than `max_length`; empty segments are legal. one_tile: makes a segment's
-    result independent of the lengths of the other segments. search: for segments that are mostly much shorter than
-    `max_length`, or known to the device only: launches programs for as many tiles as P rows can have, not for the
-    longest segment times the number of segments. tma: uses the Hopper kernel, if `tma_attention.can_read` allows it for
-    k and v. Reads nothing back from the device.
+    rising from 0 to P, with no segment longer than `max_length`; empty segments are legal. one_tile: uses one
+    tile size for any `max_length`, so that a segment's result does not depend on the lengths of the others. search: for
+    segments that are mostly much shorter than `max_length`, or known to the device only: launches programs for as many
+    tiles as P rows can have, not for the longest segment times the number of segments; ignored beyond 1024 segments and
+    where that is no less. tma: uses the kernel for Hopper; the caller has checked k and v by `tma_attention.can_read`.
+    Reads nothing back from the device.
     """
     check_heads("q", q)
     for name, tensor in (("k", k), ("v", v)):
@@ -144,6 +145,7 @@ def packed_attention(
 def _launches(
     num_heads: int, dim: int, head_strides: tuple[int, int, int], launch: AttentionLaunch, search: int
 ) -> Launch:
+    """Builds the launch. head_strides: q, k, v. search: SEARCH of the kernels, 0 for none."""
     return Launch(
         HEADS=num_heads,
         STRIDE_Q_HEAD=head_strides[0],

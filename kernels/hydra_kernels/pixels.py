@@ -25,7 +25,8 @@ def _pixel_rows_kernel(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Grid (P, WIDTH / COLUMNS). The table, 768 numbers, stays in the L1 cache."""
+    """Stores some columns of a row of `pixel_rows`. Grid (P, WIDTH / COLUMNS). The table, 768 numbers, stays in the L1
+    cache."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     held = column < VALUES
@@ -35,7 +36,8 @@ def _pixel_rows_kernel(
 
 
 def pixel_rows(pixels: Tensor, table: Tensor, width: int) -> Tensor:
-    """Returns table[b, c] for every byte b of colour c, then zeros: new contiguous [P, width] of the table's dtype.
+    """Returns table[b, c] for every byte b of colour c, then zeros up to `width`: new contiguous [P, width] of the
+    table's dtype.
 
     pixels: [P, K] uint8 with three interleaved colours, K a multiple of 3, rows at any stride; table: [256, 3]
     contiguous of a float type; width: K or more.

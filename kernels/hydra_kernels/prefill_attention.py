@@ -63,7 +63,8 @@ def _prefill_kernel(
     DTYPE: tl.constexpr,
     SEARCH: tl.constexpr,
 ) -> None:
-    """Grid (tiles of the longest request, Hkv, B).
+    """Stores attention of a tile of ROWS rows, GROUP for each query token, of one KV head. Grid (tiles of the longest
+    request, Hkv, B).
 
     With SEARCH, a power of two of at least `num_requests`: grid (upper bound of all requests' tiles, Hkv), and a
     program looks up the request of its tile.
@@ -158,9 +159,10 @@ def prefill_attention(
     (padding) gets zeros. out: the result's tensor, a new one by default. scales: of int8 caches, as in
     `decode_attention`.
 
-    tma: uses the Hopper kernel, if `tma_attention.can_read_cache` allows it. max_requests: for steps whose rows are
-    known to the device only, the most of up to 1024 requests that have queries: launches programs for as many tiles as
-    q can have then, not for the longest request times the number of requests. Reads nothing back from the device.
+    tma: uses the kernel for Hopper; the caller has checked the caches by `tma_attention.can_read_cache`. max_requests:
+    upper bound of the requests that have queries, for steps of up to 1024 requests whose rows are known to the device
+    only, without `tma`: launches programs for as many tiles as q can have then, not for the longest request times the
+    number of requests; 0 (the default): the latter. Reads nothing back from the device.
     """
     group = check_paged(q, k_cache, v_cache, block_tables, num_context, scales)
     check_scale(scale)

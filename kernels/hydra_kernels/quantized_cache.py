@@ -23,7 +23,8 @@ _TILE = 1024  # elements of half heads per program: some heads of one token
 def _loaded(
     source: tl.tensor, heads: tl.tensor, mask: tl.tensor, HALF: tl.constexpr, PADDED: tl.constexpr, REST: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Loads both halves of dense heads at `source`, float32 [R, PADDED]; the second half has REST elements."""
+    """Loads both halves of dense heads at `source`, float32 [R, PADDED] each, zeros where `mask` is false. The first
+    half has HALF elements, the second REST, one less if the head dim is odd."""
     column = tl.arange(0, PADDED)[None, :]
     places = source + heads[:, None] * (HALF + REST) + column
     first = tl.load(places, mask=mask[:, None] & (column < HALF), other=0.0).to(tl.float32)
@@ -43,8 +44,8 @@ def _turned(
     PADDED: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Returns rotate(rms_norm(x)) of heads in halves. cos, sin: of their token. norm None: no norm. The normed value is
-    rounded to DTYPE, as a separate norm would store it."""
+    """Returns rotate(rms_norm(x)) of heads in halves, float32, for even head dims. cos, sin: pointers to their token's
+    angles. norm: the weight, None: no norm. The normed value is rounded to DTYPE, as a separate norm would store it."""
     column = tl.arange(0, PADDED)
     inside = column < HALF
     if norm is not None:
@@ -72,8 +73,9 @@ def _store_rounded(
     REST: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ) -> None:
-    """Stores heads to a row of the cache, and their scales, BLOCK_SIZE apart. Magnitudes are compared as integers,
-    which have the same order, with infinity and NaN last."""
+    """Stores heads, rounded to int8, to a row of the cache, and their scales, BLOCK_SIZE apart; a head that is not
+    finite gets zeros and a NaN as its scale. Magnitudes are compared as integers, which have the same order, with
+    infinity and NaN last."""
     bits = tl.maximum(first.to(tl.int32, bitcast=True) & 0x7FFFFFFF, second.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     top = tl.max(bits, axis=1)
     finite = top < 0x7F800000
@@ -125,8 +127,8 @@ def _write_kernel(
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    """Grid (T, tiles of ROWS heads: of q, of k, of v). Without angles there is no q, and k is not rotated. A slot of
-    -1, or outside of the cache, is skipped."""
+    """Norms, rotates and stores ROWS heads of one token. Grid (T, tiles of ROWS heads: of q, of k, of v). Without
+    angles there is no q, and k is neither normed nor rotated. A slot of -1, or outside of the cache, is skipped."""
     token = tl.program_id(0).to(tl.int64)
     Q_TILES: tl.constexpr = (HEADS + ROWS - 1) // ROWS
     KV_TILES: tl.constexpr = (KV_HEADS + ROWS - 1) // ROWS
@@ -171,7 +173,8 @@ def _write_kernel(
 
 
 def write_quantized(data: Tensor, scales: Tensor, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Writes k, v [T, H, D] of a float type with dense heads to slots [T] int64; -1 is skipped.
+    """Rounds k, v [T, H, D] of a float type with dense heads and writes them to slots [T] int64 of a layer; a slot of
+    -1, or outside of the cache, is skipped.
 
     data: [N, L, 2, S, H, D] int8 and scales: [N, L, 2, H, S] float32, of `PagedCache.quantized`.
     """
@@ -193,6 +196,7 @@ def rope_and_write_quantized(
     rotate(rms_norm(q)), new contiguous [T, Hq, D].
 
     rotary: cosines and sines [T, D / 2] float32. norms: weights [D] of queries and keys, None for no norm, and eps.
+    Raises ValueError for an odd D.
     """
     if q.shape[2] % 2:
         raise ValueError(f"q: expected an even head dim, got {described(q)}")
@@ -211,6 +215,8 @@ def _launch(
     slots: Tensor,
     out: Tensor | None,
 ) -> None:
+    """Launches the kernel. rows: q (None if keys are not rotated), k, v; rotary: (None, None) then. out: for rotated
+    queries. Raises ValueError if data and rows do not fit."""
     q, k, v = rows
     cos, sin = rotary
     num_tokens, kv_heads, dim = k.shape

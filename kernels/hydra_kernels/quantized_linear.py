@@ -42,8 +42,9 @@ _PACKED_ROWS = 4096  # rows that are packed at once, to bound temporary memory
 class PackedWeight(NamedTuple):
     """A matrix [N, K] in the kernel's layout, made by `pack`.
 
-    words: int16 [N, P]. A block of 16 / num_bits parts with `part` inputs each is `part` words: word j has number j of
-    every part, the first part in the lowest bits; 4-bit numbers are stored + 8. Rows are padded to whole blocks.
+    words: int16 [N, words of a row]. A block of 16 / num_bits parts with `part` inputs each is `part` words: word j has
+    number j of every part, the first part in the lowest bits; 4-bit numbers are stored + 8. Rows are padded with zero
+    bits to whole blocks.
     scales: [G, N]; offsets: float32 [G, N], or None for zeros.
     """
 
@@ -57,14 +58,16 @@ class PackedWeight(NamedTuple):
 
     @property
     def group_size(self) -> int:
+        """Number of inputs that share a scale."""
         return self.num_in // self.scales.shape[0]
 
 
 def pack(values: Tensor, scales: Tensor, offsets: Tensor | None, num_bits: int) -> PackedWeight:
-    """Packs a quantised matrix.
+    """Packs a quantised matrix [N, K]; scales and offsets are transposed, nothing is rounded.
 
     values: 8 bits: int8 or float8_e4m3fn [N, K]; 4 bits: uint8 [N, K / 2] of numbers + 8, the even k in the lower half.
-    scales: [N, G] of a float type; offsets: float32 [N, G] or None. G is 1, or groups are multiples of 16 inputs.
+    scales: [N, G] of a float type; offsets: float32 [N, G] or None. G is 1, or groups are multiples of 16 inputs;
+    else ValueError, as for other bits.
     """
     num_out, num_in, groups = values.shape[0], values.shape[1] * 8 // num_bits, scales.shape[1]
     if num_bits not in (8, 4) or groups == 0 or num_in % groups or (groups > 1 and num_in // groups % 16):
@@ -84,7 +87,7 @@ def pack(values: Tensor, scales: Tensor, offsets: Tensor | None, num_bits: int) 
 
 
 def _words(values: Tensor, num_bits: int, part: int, width: int) -> Tensor:
-    """Packs `values` of `pack` into int16 [N, width]."""
+    """Returns `values` of `pack` as int16 words [N, width] in the layout of `PackedWeight`."""
     numbers = values.view(torch.uint8) if num_bits == 8 else torch.stack((values & 15, values >> 4), dim=2).flatten(1)
     parts = _WORD // num_bits
     blocks = pad(numbers, (0, parts * width - numbers.shape[1])).view(-1, width // part, parts, part)
@@ -139,7 +142,8 @@ def _numbers(
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
 ) -> tl.tensor:
-    """The number of each word at SHIFT, exact in DTYPE. ASM: converts two 16-bit words with a few instructions."""
+    """The number of BITS bits from bit SHIFT of each int16 word, exact in DTYPE; E4M3 if FLOATS. ASM: by inline
+    assembly, two words with a few instructions; bfloat16 and float16 only."""
     if FLOATS:
         if ASM:
             FACTOR: tl.constexpr = 2.0**120 if DTYPE.is_bf16() else 2.0**8
@@ -169,8 +173,8 @@ def _group_entries(
     STEP: tl.constexpr,
     COUNT: tl.constexpr,
 ) -> tl.tuple:
-    """Entries of source [G, N] for inputs k0, k0 + STEP, .., float32 [C] each: loaded before the products that need
-    them."""
+    """Entries of source [G, N] for the groups of inputs k0, k0 + STEP, ..: a tuple of COUNT tensors, float32 [C],
+    loaded before the products that need them. Inputs beyond K get those of the last group."""
     found = ()
     for index in tl.static_range(COUNT):
         group = tl.minimum((k0 + index * STEP) // GROUP_SIZE, K // GROUP_SIZE - 1)  # x is 0 after the last one
@@ -208,8 +212,8 @@ def _quantized_linear_kernel(
     ASM: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> None:
-    """Computes every programs-th tile in each program. Grid (programs, K / SPAN). With split-K `out` is [splits,
-    num_rows, N] float32.
+    """Stores tiles of the result: program i of n has tiles i, i + n, .. Grid (n, K / SPAN), for any n. With several
+    spans (split-K) `out` is [splits, num_rows, N] float32, and the other arguments of the epilogue are None.
 
     Products are [COLUMNS, ROWS]: tensor cores take the left operand, here the converted weights, from registers.
     """
@@ -282,6 +286,7 @@ def small_quantized_linear(
 
     x: [M, K], M at most 64, rows at any stride; bias: [N] of x's dtype or float32; residual: [M, N] of the result's
     dtype, rows at any stride; act: "none" or one of `activation.ACTIVATIONS`; out_dtype: a float type, x's by default.
+    A row of the result depends on that row of x and residual, and on whether M is above 16.
     """
     out = _checked(x, weight, bias, residual, act, out_dtype)
     num_rows, num_out = out.shape
@@ -335,7 +340,7 @@ def _launch(
     programs: int,
     eviction: str,
 ) -> None:
-    """Launches the kernel. end = (bias, residual, out). eviction: cache policy of the weight."""
+    """Launches the kernel. end = (bias, residual, out). eviction: Triton's eviction policy for loads of the weight."""
     residual = end[1]
     form = weight.words.shape[0], weight.num_in, weight.num_bits, weight.floats, weight.group_size, weight.part
     strides = x.stride(0), 0 if residual is None else residual.stride(0)
@@ -388,7 +393,7 @@ def _checked(
     act: str,
     out_dtype: torch.dtype | None,
 ) -> Tensor:
-    """Checks the arguments and allocates the result."""
+    """Allocates the result, [M, N]. Raises ValueError for a wrong argument."""
     check_rows("x", x)
     if x.shape[1] != weight.num_in or x.device != weight.words.device:
         raise ValueError(f"x: expected [T, {weight.num_in}] on {weight.words.device}, got {described(x)}")

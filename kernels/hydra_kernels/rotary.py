@@ -31,7 +31,8 @@ def _rotate_kernel(
     ROWS: tl.constexpr,
     PADDED: tl.constexpr,
 ) -> None:
-    """Row r is head r % HEADS of token r // HEADS. Strides like 40 are constants, so that their alignment is known."""
+    """Rotates ROWS heads; row r is head r % HEADS of token r // HEADS. Strides like 40 are constants, so that their
+    alignment is known."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, PADDED)[None, :]
     mask = (row < num_rows) & (column < HALF)

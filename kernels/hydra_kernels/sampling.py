@@ -44,8 +44,8 @@ def _greedy_kernel(
     VOCABULARY: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Greedy tokens: a lane keeps its best value and the first place of it; lanes are merged once at the end. Grid
-    (B,)."""
+    """Stores the results of `greedy` for one row. A lane keeps its best value and the first column with it; lanes are
+    merged once at the end. Grid (B,)."""
     row = tl.program_id(0).to(tl.int64)
     best, place, bad = _best(logits + row * stride_row, 0, VOCABULARY, VOCABULARY, COLUMNS)
     highest = tl.max(best, axis=0)
@@ -57,8 +57,8 @@ def _greedy_kernel(
 def _best(
     logits: tl.tensor, first: tl.tensor, end: tl.tensor, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Returns, per lane of columns [first, end), at most WIDTH: the largest value, its first column, and 1 if a value
-    is not finite."""
+    """Returns, for each of COLUMNS lanes, which share columns [first, end), at most WIDTH: the largest value, the first
+    column with it, and 1 if a value is not finite, else 0."""
     best = tl.full([COLUMNS], float("-inf"), tl.float32)
     place = tl.zeros([COLUMNS], tl.int32)
     bad = tl.zeros([COLUMNS], tl.int32)
@@ -89,9 +89,9 @@ def _scan_kernel(
 ) -> None:
     """Scans one part of a row. Grid (B, PARTS).
 
-    peaks: [B, PARTS, GROUPS], the largest logits of groups of columns; places: [B, PARTS], the lowest id with the
-    part's largest logit, -1 if a logit is not finite; sums: [B, PARTS], weights relative to the part's largest, of rows
-    that are drawn.
+    Writes peaks: [B, PARTS, GROUPS], the largest logits of groups of columns; places: [B, PARTS], the lowest id with
+    the part's largest logit, -1 if a logit is not finite; sums: [B, PARTS], the sum of weights relative to the part's
+    largest, of rows with a temperature above 0.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     source = logits + row * stride_row
@@ -139,8 +139,8 @@ def _narrow_kernel(
 ) -> None:
     """Lists the logits of one part that filters may keep. Grid (B, PARTS).
 
-    lowests: [B], a lower bound of kept logits; offsets: [B, PARTS, WIDTH], positions in the part of logits that reach
-    it, ascending; counts: [B, PARTS], their number, -1 for rows without a filter or a draw.
+    Writes lowests: [B], a lower bound of kept logits; offsets: [B, PARTS, WIDTH], positions in the part of logits that
+    reach it, ascending; counts: [B, PARTS], their number, -1 for rows that are greedy, not finite or without a filter.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperatures + row)
@@ -191,7 +191,8 @@ def _draw_kernel(
     COLUMNS: tl.constexpr,
     PART_COLUMNS: tl.constexpr,
 ) -> None:
-    """Merges the parts, and draws first a part and then a token of it. Grid (B,)."""
+    """Merges the parts of a row: stores its best token if it is greedy, else draws first a part and then a token of it.
+    Grid (B,)."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     place = tl.load(places + row * PARTS + part)
@@ -266,12 +267,13 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
 def sample(
     logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, numbers: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Draws tokens: (tokens [B] int64, finite [B] bool) of logits [B, V] of a float type, rows at any stride.
+    """Draws a token for each row. Returns (tokens [B] int64, finite [B] bool) of logits [B, V] of a float type, rows at
+    any stride.
 
     Contiguous [B] each: temperatures float32, 0 for `greedy`, whatever the other fields say; top_k int32, 0 for no
-    limit; top_p float32, 1 for no limit; min_p float32, 0 for no limit; numbers float32 in [0, 1), the point of the
-    cumulative distribution, in vocabulary order, that is drawn. V at most 1048064. finite: as in `greedy`. Takes up to
-    2 bytes of memory per logit until it returns.
+    limit, ties with the k-th stay; top_p float32, 1 for no limit; min_p float32, 0 for no limit; numbers float32 in [0,
+    1), the point of the cumulative distribution, in vocabulary order, that is drawn. V at most 1048064. finite: as in
+    `greedy`. Needs about 2 bytes of device memory per logit.
     """
     batch, vocabulary = _checked(logits)
     device = logits.device
@@ -317,7 +319,7 @@ def sample(
 
 
 def _checked(logits: Tensor) -> tuple[int, int]:
-    """Checks logits. Returns (B, V)."""
+    """Returns (B, V). Raises ValueError unless logits are [B, V] of a float type with V > 0."""
     check_rows("logits", logits)
     batch, vocabulary = logits.shape
     if vocabulary == 0:

@@ -23,8 +23,8 @@ _ALIGNMENT = 16  # bytes, of a descriptor's address and strides
 
 
 def can_read(*tensors: Tensor) -> bool:
-    """True if these kernels can read such [.., D]: 16-bit, on a Hopper GPU, with a padded D of at most TMA_WIDTH,
-    strides and addresses of whole 16 bytes."""
+    """True if the kernels of this module can read all tensors [.., D]: 16-bit, on a Hopper GPU, with a padded D of at
+    most TMA_WIDTH, addresses and strides of whole 16 bytes."""
     return all(
         x.dtype.itemsize == 2
         and sum(split_head_dim(x.shape[-1])) <= TMA_WIDTH
@@ -36,13 +36,14 @@ def can_read(*tensors: Tensor) -> bool:
 
 
 def can_read_cache(k_cache: Tensor, v_cache: Tensor) -> bool:
-    """True if they can read a paged cache [N, S, Hkv, D]: as `can_read`, with blocks of whole tiles of keys."""
+    """True if the kernels can read a paged cache, views [N, S, Hkv, D]: `can_read` both, and S is a multiple of
+    TMA_KEYS."""
     return k_cache.shape[1] % TMA_KEYS == 0 and can_read(k_cache, v_cache)
 
 
 def scratch(size: int, _alignment: int, _stream: int | None) -> Tensor:
-    """Triton's allocator: memory of the current device for one launch on its current stream; in a capture, of the
-    graph."""
+    """Allocates `size` bytes for descriptors of one launch, as Triton's allocator (`triton.set_allocator`): on the
+    current device and its current stream; while a graph is captured, in its memory pool."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
@@ -72,7 +73,8 @@ def packed_tma_kernel(
     DTYPE: tl.constexpr,
     SEARCH: tl.constexpr,
 ) -> None:
-    """Computes what `packed_attention._packed_kernel` does, with the same arguments and grid."""
+    """Computes what `packed_attention._packed_kernel` does, with the same arguments and grid, and TMA loads of keys and
+    values."""
     head = tl.program_id(1)
     segment, first_row = tile_of_segment(cu_seqlens, num_segments, ROWS, SEARCH)
     begin = tl.load(cu_seqlens + segment)

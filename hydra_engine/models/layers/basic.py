@@ -142,7 +142,7 @@ def _stack_key(weight: Tensor | QuantizedWeight) -> object:
 
 
 def _scaled(weight: Tensor | QuantizedWeight, factors: Tensor) -> Tensor | QuantizedWeight:
-    """Multiplies the weights of output n by factors[n]; values of quantised weights stay, only their scales change."""
+    """Multiplies the weights of output n by factors[n]; of quantised weights, their scales and offsets."""
     if isinstance(weight, QuantizedWeight):
         return weight.scaled(factors)
     return _scaled_tensor(weight, factors[:, None])

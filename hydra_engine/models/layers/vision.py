@@ -574,6 +574,8 @@ class SquareVision:
         """Does nothing: calls read no tables that depend on the capacity."""
 
     def pack(self, batch: VisionInput, capacity: int = 0) -> Packing | None:
+        """Packs a batch with one segment per picture, padded with pictures to `capacity` patches (0: no padding). None
+        if it does not fit."""
         count = sum(pictures.shape[0] for pictures in batch.pixels)
         if capacity:
             if count * self.granule > capacity:
@@ -584,6 +586,7 @@ class SquareVision:
         return Packing(count * self.granule, count * self._spec.num_tokens, (), (bounds,), (num_rows,))
 
     def cut(self, pixels: Sequence[Tensor], patches: Tensor) -> None:
+        """Cuts the pictures of all spans into `patches`, uint8 [P, num_values] contiguous, span after span."""
         counts = [pictures.shape[0] * self.granule for pictures in pixels]
         for pictures, rows in zip(pixels, patches.split(counts), strict=True):
             self._embed.cut(pictures, rows)
