@@ -36,10 +36,12 @@ def run_instance(
     scheduler_class: type[StageScheduler] = StageScheduler,
     worker_class: type[Worker] = Worker,
 ) -> int:
-    """Builds an instance, sends Ready and serves until Shutdown; returns the exit code.
+    """Builds an instance, sends Ready and serves until Shutdown. Returns the process's exit code: 0, or that of the
+    error that ended the start.
 
-    Start-up errors are sent to the frontend as `Failed`; any other exception is a bug and propagates. `config` has the
-    limits of all instances. `scheduler_class` and `worker_class` are replaced by baselines for comparison.
+    A HydraError during the start is sent to the frontend as `Failed`; any other exception propagates. `config` has the
+    limits of all instances; `connect` None: there are no peers. Benchmarks replace `scheduler_class` and `worker_class`
+    by baselines.
     """
     config = config.for_instance(name, context.role)
     began, progress = time.monotonic(), _Progress(outbox).report
@@ -137,7 +139,8 @@ def _summary(
 
 
 class _Progress:
-    """A sender of progress: at most ten messages a second, and always the first and the last of a phase."""
+    """A sender of the start's progress to the frontend: at most ten messages a second, and always the first and the
+    last of a phase."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox

@@ -80,8 +80,10 @@ def build_worker(
     worker_class: type[Worker] = Worker,
     make_gate: Callable[[Device, SchedulerConfig], Gate] | None = None,
 ) -> ComputeStack:
-    """Loads the model, allocates the caches and warms up. Must be called in inference mode; the caller closes the
-    worker."""
+    """Loads the model, allocates the caches, warms up and captures graphs. Must be called in inference mode; the caller
+    closes the worker. `make_gate` None: the vision lane has no gate. Raises a HydraError for a setting that the model
+    or the device does not support, an invalid checkpoint, or too little memory.
+    """
     spec = load_spec(config.model_path, config.spec_options)
     chosen = resolve_device(config.device, config.backend)
     spec = spec.held_on(chosen.name)
@@ -135,7 +137,8 @@ def build_worker(
 
 
 def _turns(chosen: ChosenDevice, context: InstanceContext) -> str | None:
-    """The note on instances that share a GPU without computing at the same time; None if there is nothing to say."""
+    """The note that the instances on this GPU never compute at the same time; None if the instance is alone there, is
+    on a CPU, or MPS runs."""
     if context.num_sharing == 1 or chosen.index is None or not is_time_sliced(chosen.name):
         return None
     return (
@@ -168,7 +171,11 @@ def _load_and_size(
     context: InstanceContext,
     progress: Callable[[int, int], None],
 ) -> tuple[EngineConfig, CachePlan, VisionLanguageModel | GenericModel]:
-    """The configuration without "auto", the cache sizes, and the loaded model."""
+    """The configuration without "auto", the cache sizes, and the loaded model.
+
+    If the device reports peak memory, runs the largest steps between loading and the final cache sizes. Raises
+    ConfigError if a deterministic model is asked for and this one is not, ResourceError if memory does not suffice.
+    """
     device, role = backend.device, context.role
     free_bytes, total_bytes = device.memory()
     fills = device.peak_bytes(_nothing) is not None
@@ -226,8 +233,8 @@ def _load_and_size(
 def _first_plan(
     make: Callable[[], CachePlan], config: EngineConfig, spec: ModelSpec, backend: Backend, role: Role
 ) -> CachePlan:
-    """The plan of memory before the weights are open. If memory does not suffice for a model whose weights have fewer
-    layers than its config, that is the error raised."""
+    """Calls `make` for the memory plan before the weights are opened. Raises its ResourceError or, if the checkpoint
+    has fewer layers than its config.json, the CheckpointError that says so: memory is then not the problem."""
     try:
         return make()
     except ResourceError:
@@ -237,12 +244,12 @@ def _first_plan(
 
 
 def _nothing() -> None:
-    """Does nothing: a job to find out if the device reports peak memory."""
+    """Does nothing: the job that shows whether `Device.peak_bytes` measures here."""
 
 
 @contextmanager
 def _memory_for(what: str) -> Iterator[None]:
-    """Turns an out-of-memory error into a ResourceError that names `what` needed the memory."""
+    """Turns an out-of-memory error of its body into a ResourceError that says that `what` needed the memory."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -256,7 +263,8 @@ def _memory_for(what: str) -> Iterator[None]:
 def _backend(
     config: EngineConfig, spec: ModelSpec, role: Role, chosen: ChosenDevice, dtype: torch.dtype
 ) -> tuple[Backend, tuple[str | None, ...]]:
-    """The backend, and notes if the vision and language models do not share the device as configured."""
+    """(backend, notes): notes if the vision and language models do not share the device as configured, None where they
+    do. Raises ConfigError or BackendError if the attention backend asked for cannot be used."""
     language = spec.language
     heads = Heads(language.num_heads, language.num_kv_heads, language.head_dim, config.cache.block_size)
     attention = resolve_attention(
@@ -288,12 +296,14 @@ def _backend(
 
 
 def _tower(spec: ModelSpec) -> Tower | None:
+    """The shape of the vision model's attention; None if there is no vision model or its shape is not known."""
     attention = None if spec.vision is None else spec.vision.attention
     return None if attention is None else Tower(*attention)
 
 
 def _resolve(config: EngineConfig, spec: ModelSpec, plan: CachePlan, role: Role, device: Device) -> EngineConfig:
-    """The configuration with every "auto" replaced by a value."""
+    """The configuration with image budget, look-ahead and `max_model_len` as values instead of "auto". Raises
+    ConfigError if the KV cache has fewer than 2 tokens for a role that needs it."""
     if role.needs_language and plan.num_kv_blocks * config.cache.block_size < 2:
         raise ConfigError("the KV cache holds no token; raise --kv-cache-gib", param="kv_cache_gib")
     scheduler = config.scheduler

@@ -65,7 +65,8 @@ def make_gate(device: Device, config: SchedulerConfig) -> Gate:
 
 
 def make_hooks(stack: ComputeStack, wake: threading.Event, progress: Progress, connect: Connect | None) -> Hooks:
-    """Creates the optional parts. Measures step times first, or reads them, if a latency limit is set."""
+    """Creates the optional parts. If a latency limit is set and the role runs language steps, first reads step times
+    from a saved profile or measures them, which takes seconds. `connect` None: no connector and no migration."""
     config = stack.config.scheduler
     budgets, surface, limits = None, None, LimitSummary()
     notes: tuple[str, ...] = ()
@@ -82,6 +83,8 @@ def make_hooks(stack: ComputeStack, wake: threading.Event, progress: Progress, c
 
 
 def _migration(stack: ComputeStack, connector: PeerConnector, connect: Connect) -> Migration:
+    """Creates the transfer lane, which the worker closes, connects to the peers, and returns the migration over both.
+    """
     worker, caches = stack.worker, {PoolKind.FEATURES: stack.image_cache, PoolKind.KV: stack.kv_cache}
     through_host = stack.config.cluster.transport == "host"
     exchange = Exchange(
@@ -116,7 +119,8 @@ def step_times(
     deadline_s: float | None = None,
 ) -> StepCosts:
     """Step costs of the instance, saved or measured, see `profiler/start.py`. Must be called in inference mode before
-    it serves. `fresh`: measures even if a profile is saved. `deadline_s` None: the profiler's default."""
+    it serves; measuring overwrites the caches. `fresh`: measures even if a profile is saved. `deadline_s`: seconds to
+    measure, None: the profiler's default."""
     backend = stack.backend
     gpu = gpu_name(backend.device.name)
     kernels = {choice.op: choice.implementation for choice in backend.ops.choices()}
@@ -147,7 +151,8 @@ def step_times(
 
 
 def _fill_with_noise(cache: PagedCache, num_blocks: int) -> None:
-    """Fills the first `num_blocks` blocks, all with the same noise."""
+    """Fills the first `num_blocks` KV blocks, all with the same noise, so that measured steps read ordinary numbers.
+    """
     if num_blocks:
         data = cache.data[:num_blocks]
         if cache.scales is None:
@@ -161,7 +166,8 @@ def _fill_with_noise(cache: PagedCache, num_blocks: int) -> None:
 def profile_instance(
     config: EngineConfig, progress: Progress, *, fresh: bool, deadline_s: float | None = None
 ) -> StepCosts:
-    """Builds an instance that never serves and returns its step costs. `fresh`: measures even if costs are saved."""
+    """Loads the model as an instance does, returns its step costs and closes it again. `fresh`: measures even if costs
+    are saved. `deadline_s`: seconds to measure, None: the profiler's default."""
     wake = threading.Event()
     with torch.inference_mode():
         stack = build_worker(config, wake, progress, make_gate=make_gate)
@@ -175,8 +181,9 @@ def profile_instance(
 
 
 def limit_summary(config: SchedulerConfig, step_times: StepCosts, vision: VisionSpec | None) -> LimitSummary:
-    """The budgets that follow from the limits, and the limits that cannot be kept. `config` has no "auto" left;
-    `step_times` were measured on this machine."""
+    """The summary of the latency limits: the budgets that follow from the TPOT limit beside 1, 8 and the most decodes,
+    and warnings of limits that cannot be kept. `config` has no "auto" left; `vision` None: the model reads no pictures.
+    """
     picture, picture_tokens = None, 0
     if vision is not None:
         patches, picture_tokens = vision.max_patches_per_image, vision.max_tokens_per_image
@@ -203,7 +210,8 @@ def limit_summary(config: SchedulerConfig, step_times: StepCosts, vision: Vision
 
 
 def _budget(config: SchedulerConfig, step_times: StepCosts, num_decodes: int, *, has_vision: bool) -> LimitBudget:
-    """The summary's budget beside `num_decodes` decodes."""
+    """The work that the TPOT limit leaves beside `num_decodes` decodes of a typical context. Asserts that there is a
+    limit."""
     assert config.tpot_slo is not None
     most = max(config.max_step_tokens - num_decodes, 0)
     left = allowance(step_times.surface, num_decodes, TYPICAL_CONTEXT, config.tpot_slo, most)

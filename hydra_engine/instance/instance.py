@@ -62,7 +62,8 @@ LEAD_S = 0.002  # planning starts this long before the expected end of a languag
 
 @dataclass(slots=True)
 class _LaneActivity:
-    """Counters of a lane for the status. `latest`: the running or last plan, and the time at which it started."""
+    """Counters of a lane for the status. `latest`: the running or last plan, and the time at which it started; None
+    before the first."""
 
     num_steps: int = 0
     busy_s: float = 0.0
@@ -119,6 +120,7 @@ class Instance:
         self._idle_reported = False
 
     def run(self) -> None:
+        """Runs turns until one has received Shutdown; requests in flight are left unfinished."""
         while not self._stopping:
             self._wake.wait(self.wait_s())
             self._wake.clear()
@@ -149,6 +151,7 @@ class Instance:
     # ---- input
 
     def _receive(self, message: ToInstance, outgoing: list[ToFrontend]) -> None:
+        """Carries out a message of the frontend and appends what follows from it to `outgoing`."""
         match message:
             case Submit() | Encode():
                 self._add(message, outgoing)
@@ -170,6 +173,8 @@ class Instance:
                 self._stopping = True
 
     def _add(self, message: Submit | Encode, outgoing: list[ToFrontend]) -> None:
+        """Adds a request or an encode job to the worker, the scheduler and the migration. If the worker or the
+        scheduler refuses it, or it needs peers and there are none, it ends with an error at once."""
         request, now = message.request, self._clock.now()
         try:
             held_for = self._worker.add_request(request, message.pixels) or ""
@@ -203,13 +208,16 @@ class Instance:
         self._look_outside(outgoing)
 
     def _refuse(self, request: Request, error: RequestError, outgoing: list[ToFrontend]) -> None:
+        """Appends the Finished of a request that was not accepted."""
         outgoing.append(Finished(request.id, FinishReason.ERROR, num_generated=0, error=error.info()))
 
     def _check_connected(self) -> None:
+        """Raises RequestFailed if this instance has no peers."""
         if not self._migration.connected:
             raise RequestFailed("this instance has no connection to others")
 
     def _collect(self, result: LaneResult, outgoing: list[ToFrontend]) -> None:
+        """Passes a result of the worker to the scheduler or the migration, and appends what follows to `outgoing`."""
         now = self._clock.now()
         if isinstance(result, VisionResult):
             self._vision_in_flight.pop(0)
@@ -229,7 +237,7 @@ class Instance:
             self._emit(self._scheduler.on_language(result, now), outgoing)
 
     def _end_holds(self, outgoing: list[ToFrontend]) -> None:
-        """Fails requests that were held for too long, as unavailable."""
+        """Ends requests that were held for longer than `HOLD_S`, with the error Unavailable."""
         now = self._clock.now()
         while self._held:
             request_id, (until_s, what) = next(iter(self._held.items()))
@@ -242,8 +250,8 @@ class Instance:
     # ---- feeding the lanes
 
     def _feed_lanes(self, outgoing: list[ToFrontend]) -> None:
-        """Plans and submits steps and pulls. Vision and pulls are always planned after language: a request considered
-        for its start may turn out to need an encode, or get the blocks that it pulls into."""
+        """Plans and submits steps and pulls. Vision and pulls are planned after language, vision possibly before it
+        too: a request considered for its start may turn out to need an encode, or get the blocks that it pulls into."""
         if self._scheduler.vision_first:
             self._feed_vision(outgoing)
         self._feed_language(outgoing)
@@ -251,12 +259,14 @@ class Instance:
         self._feed_pulls(outgoing)
 
     def _feed_pulls(self, outgoing: list[ToFrontend]) -> None:
+        """Plans and submits the pulls that can begin now."""
         now = self._clock.now()
         plans = self._migration.plan_pulls(now)
         self._look_outside(outgoing)
         self._emit(self._migration.submit(plans, now), outgoing)
 
     def _feed_vision(self, outgoing: list[ToFrontend]) -> None:
+        """Plans and submits vision steps until the scheduler has no more for now."""
         now, plan = self._clock.now(), self._scheduler.plan_vision(self._clock.now())
         self._look_outside(outgoing)
         while plan is not None:
@@ -268,6 +278,8 @@ class Instance:
             self._look_outside(outgoing)
 
     def _feed_language(self, outgoing: list[ToFrontend]) -> None:
+        """Plans and submits a language step if none is in flight or, with look-ahead, once when the running one is
+        about to end and no image is pending."""
         now = self._clock.now()
         if self._language_in_flight:
             if now < self._ahead_due_s:
@@ -290,7 +302,8 @@ class Instance:
         self._send(self._migration.take_events(self._clock.now()), outgoing)
 
     def _expect_end(self, started_s: float) -> None:
-        """Records the start of the first language step in flight, if any, and sets the time to plan the next one."""
+        """Records `started_s` as the start of the first language step in flight, if any, and sets the time to plan the
+        next one: with look-ahead shortly before its expected end, if nothing follows it yet."""
         self._ahead_due_s = math.inf
         if self._language_in_flight:
             self._language.latest = self._language_in_flight[0], started_s
@@ -302,7 +315,8 @@ class Instance:
     # ---- output
 
     def _emit(self, messages: list[RequestMessage], outgoing: list[ToFrontend]) -> None:
-        """Sends messages of the scheduler after the events for other instances that led to them."""
+        """Carries out the scheduler's decisions that concern other instances, then appends its messages to `outgoing`:
+        both in the order in which they came about."""
         self._look_outside(outgoing)  # events of a request for other instances precede its end
         self._send(messages, outgoing)
 
@@ -317,7 +331,7 @@ class Instance:
             outgoing.append(message)
 
     def _append_status(self, outgoing: list[ToFrontend]) -> None:
-        """Appends a status a few times a second while there is work, and once when it has ended."""
+        """Appends a status every `STATUS_PERIOD_S`, with or without work, and at once when all work has ended."""
         now = self._clock.now()
         idle = not self._scheduler.has_work
         due = now - self._last_status_s >= STATUS_PERIOD_S

@@ -53,7 +53,8 @@ RENEWALS_PER_LEASE = 5  # all but one may be lost or late before a lease ends
 
 
 class Migration(MigrationPort):
-    """The migration of an instance with peers."""
+    """The exchange of an instance with its peers, over a transfer lane and connections. `num_slots`: number of its
+    control words, which bounds its live offers; further offers wait for one."""
 
     connected = True
 
@@ -141,6 +142,8 @@ class Migration(MigrationPort):
         return events
 
     def _peer_up(self, peer: PeerUp, outgoing: list[ToFrontend]) -> None:
+        """Maps the memory of a peer and accepts its messages from now on. Reports it to the frontend as up or, if its
+        memory cannot be used, as down with the reason."""
         problem = ""
         try:
             self._transfer.open_peer(peer.name, peer.exports, peer.descriptors)
@@ -153,8 +156,8 @@ class Migration(MigrationPort):
         outgoing.append(PeerState(peer.name, peer.incarnation, not problem, problem))
 
     def _peer_down(self, peer: PeerDown, now: float, outgoing: list[ToFrontend]) -> list[RequestMessage]:
-        """Ends all offers to the peer and pulls from it; copies in flight end as invalid. A peer whose introduction was
-        invalid was never up."""
+        """Reports the peer as down. If it was up, ends all offers to it, all requests that move to it, and all pulls
+        from it, copies in flight as invalid. Returns the messages of the ended requests."""
         outgoing.append(PeerState(peer.name, peer.incarnation, up=False, problem=peer.problem))
         if self._up.get(peer.name) != peer.incarnation:
             return []
@@ -168,6 +171,7 @@ class Migration(MigrationPort):
         return events
 
     def _receive(self, peer: str, message: TransferMessage, now: float) -> list[RequestMessage]:
+        """Handles a message of a peer that is up. Returns messages of requests that ended by it."""
         match message:
             case Offer():
                 self._tell(self._destination.on_offer(peer, message, now))
@@ -202,6 +206,7 @@ class Migration(MigrationPort):
                 self._on_event(event, now)
 
     def _on_event(self, event: OfferEvent, now: float) -> None:
+        """Offers, withdraws or refuses blocks, as the scheduler has decided, and sends the messages."""
         match event:
             case FeaturesEvent(job_id, index, block_ids):
                 job = self._jobs[job_id]
@@ -218,7 +223,7 @@ class Migration(MigrationPort):
                     self._peers.send(refusal[0], [refusal[1]])
 
     def _more_kv(self, request_id: RequestId, block_ids: Sequence[int], end: KvEnd | None, now: float) -> None:
-        """Adds blocks to the offer of a request's KV, or begins the offer."""
+        """Adds blocks to the offer of a request's KV, or begins the offer. With `end` it is complete."""
         owner: Owner = (request_id, None)
         offered = self._offered.get(owner)
         if offered is None:
@@ -235,6 +240,7 @@ class Migration(MigrationPort):
             self._peers.send(offered.peer, [message])
 
     def _begin_offer(self, owner: Owner, offered: OfferedBlocks, now: float) -> None:
+        """Records blocks to offer, and sends the offer if that is possible already."""
         self._offered[owner] = offered
         self._unsent[owner] = None
         self._send(owner, now)
@@ -268,7 +274,8 @@ class Migration(MigrationPort):
             self._peers.send(withdrawn[0], [withdrawn[1]])
 
     def _release(self, owner: Owner | None, now: float) -> list[RequestMessage]:
-        """Ends an offer that the target has copied or refused."""
+        """Ends an offer that the target has copied or refused, and its request, or its job with the last image. Returns
+        the messages of those ended; [] for None."""
         if owner is None:
             return []
         self._offered.pop(owner, None)
@@ -278,12 +285,14 @@ class Migration(MigrationPort):
         return self._connector.offers.release_features(request_id, index, now)
 
     def _give_up(self, owner: Owner, now: float) -> list[RequestMessage]:
-        """Ends an offer that was not fetched, or cannot be, and withdraws its request."""
+        """Forgets an offer that has ended without being fetched, and ends its request or job as WITHDRAWN. Returns the
+        messages."""
         self._offered.pop(owner, None)
         self._unsent.pop(owner, None)
         return self._connector.offers.withdraw(owner[0], now, Departure.WITHDRAWN)
 
     def _checksums(self, pool: PoolKind, blocks: Sequence[int]) -> tuple[int, ...]:
+        """Checksums of the blocks if transfers are checked, else ()."""
         return self._transfer.checksums(pool, blocks) if self._config.check_transfers else ()
 
     # ---- pulls
@@ -327,18 +336,20 @@ class Migration(MigrationPort):
         return self._cannot_stage(owner, now)
 
     def _cannot_stage(self, owner: Owner | None, now: float) -> list[RequestMessage]:
-        """Withdraws an offer whose blocks cannot be staged, and its request."""
+        """Withdraws an offer whose blocks cannot be staged, and ends its request or job as WITHDRAWN. Does nothing for
+        None."""
         if owner is None:
             return []
         self._withdraw(owner)
         return self._connector.offers.withdraw(owner[0], now, Departure.WITHDRAWN)
 
     def _is_over(self, job: PullJob) -> bool:
-        """True if the offer of a pull has ended."""
+        """True if the offer of a pull has ended or is cancelled."""
         return self._destination.is_over(self._plans[job.step_id].offer)
 
     def _ended(self, result: PullResult, now: float) -> list[RequestMessage]:
-        """Takes the result of a whole pull, and acknowledges the offer if all of it is here."""
+        """Passes the result of a whole pull on to the scheduler, and acknowledges the offer if all of it is here.
+        Returns the messages of a request that ended by it."""
         plan = self._plans.pop(result.step_id)
         if result.problem is not None:
             logger.error("request %d: a pull failed: %s", plan.request_id, result.problem)
@@ -385,8 +396,8 @@ class Migration(MigrationPort):
 
 @dataclass(slots=True)
 class OfferedBlocks:
-    """The blocks that a request offers to its next instance, now or once that instance is known and up and a slot is
-    free."""
+    """The blocks of a request or encode job for another instance: offered already, or to be offered once that instance
+    is known and up and a control word is free."""
 
     peer: str  # empty: not known yet
     request_id: RequestId  # id at the target
@@ -397,8 +408,8 @@ class OfferedBlocks:
 
     @property
     def waits_since_s(self) -> float:
-        """Start of its wait for a slot or for the target to be up; infinite while the target is unknown, which has a
-        deadline elsewhere."""
+        """Start of the wait for a control word, or for the target to be up, if there is one; infinite while the target
+        is unknown: the frontend ends that wait."""
         return self.since_s if self.peer else math.inf
 
 
@@ -415,8 +426,8 @@ class StagedMoves:
         self.num_bytes = 0  # bytes pulled in pieces
 
     def submit(self, job: PullJob, incarnation: int, now: float) -> None:
-        """Starts a pull: one copy or, if the peer's memory cannot be mapped, one per piece. `on_pull` then returns the
-        job's result with the last piece."""
+        """Starts a pull: one copy or, if the peer's memory cannot be mapped, one per piece. The result of the job comes
+        from `on_pull`, with that of the last copy, or from `free_ended`."""
         piece_blocks = self._transfer.piece_blocks(job.peer, job.pool)
         if piece_blocks and len(job.source_blocks):
             self._peers.send(job.peer, self._pulls.begin(job, incarnation, piece_blocks, now))
@@ -424,7 +435,7 @@ class StagedMoves:
             self._transfer.submit_pull(job)
 
     def on_pull(self, result: PullResult) -> PullResult | None:
-        """Takes the result of a copy; returns the result of the whole pull, or None while pieces are missing."""
+        """Records the end of a copy. Returns the result of the whole pull, or None while pieces are missing."""
         if not result.ticket:
             return result
         self.num_bytes += result.num_bytes
@@ -433,7 +444,7 @@ class StagedMoves:
         return ended
 
     def receive(self, peer: str, message: Stage | Staged | Taken) -> Owner | None:
-        """Handles a staging message. Returns the owner of blocks that can never be staged, if any."""
+        """Handles a staging message. Returns the owner of the blocks if they can never be staged, else None."""
         match message:
             case Stage():
                 owner = self._source.owner_of(peer, message.incarnation, message.sequence)
@@ -453,7 +464,8 @@ class StagedMoves:
         return None
 
     def on_staging(self, result: StagingResult) -> Owner | None:
-        """Takes the result of a staging copy. Returns the owner of blocks that could not be staged, if any."""
+        """Records the end of a staging copy and names the piece to its target. Returns the owner of the blocks if they
+        could not be copied and are still offered, else None."""
         done = self._staging.end_copy(result.number)
         self._start()
         if done is None:
@@ -465,7 +477,8 @@ class StagedMoves:
         return None
 
     def free_ended(self, is_over: Callable[[PullJob], bool], now: float) -> list[PullResult]:
-        """Frees staging blocks of ended offers. Returns the results of pulls whose offers have ended."""
+        """Frees the staging blocks of ended offers of this instance. Returns the results of pulls whose offers have
+        ended and which have no copy in flight. `is_over` takes the job of a pull."""
         self._staging.free_ended(self._source.is_live)
         self._start()
         return list(self._pulls.end_expired(is_over, now))
