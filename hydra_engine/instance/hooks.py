@@ -83,7 +83,7 @@ def make_hooks(stack: ComputeStack, wake: threading.Event, progress: Progress, c
 
 
 def _migration(stack: ComputeStack, connector: PeerConnector, connect: Connect) -> Migration:
-    """Creates the transfer lane, which the worker closes, connects to the peers, and returns the migration over both."""
+    """Creates the transfer lane, which the worker closes, connects to the peers and returns the migration over both."""
     worker, caches = stack.worker, {PoolKind.FEATURES: stack.image_cache, PoolKind.KV: stack.kv_cache}
     through_host = stack.config.cluster.transport == "host"
     exchange = Exchange(
@@ -150,7 +150,7 @@ def step_times(
 
 
 def _fill_with_noise(cache: PagedCache, num_blocks: int) -> None:
-    """Fills the first `num_blocks` KV blocks, all with the same noise, so that measured steps read ordinary numbers."""
+    """Fills the first `num_blocks` KV blocks, all with the same noise, so that measured steps read usual numbers."""
     if num_blocks:
         data = cache.data[:num_blocks]
         if cache.scales is None:
