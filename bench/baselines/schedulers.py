@@ -12,7 +12,7 @@ from hydra_engine.core.ids import StepId
 from hydra_engine.core.plans import EncodeItem, LanguagePlan, VisionPlan
 from hydra_engine.core.state import RequestState
 from hydra_engine.scheduler.budget import Budgets
-from hydra_engine.scheduler.decodes import Ready
+from hydra_engine.scheduler.decodes import ReadyDecodes
 from hydra_engine.scheduler.hooks import OpenStep
 from hydra_engine.scheduler.scheduler import StageScheduler
 from hydra_engine.scheduler.step import (
@@ -95,7 +95,7 @@ class WholePrompts(LanguagePlanner):
 
     def plan(self, step_id: StepId, now: float, *, ahead: bool, patches_in_flight: int) -> LanguageStep | None:
         builder = WholeStepBuilder(self._requests, now, ahead=ahead)
-        ready = Ready(slice(0, 0), np.zeros(0, dtype=np.int64), 0)
+        ready = ReadyDecodes(slice(0, 0), np.zeros(0, dtype=np.int64), 0)
         can_start = not self._starter.is_full
         pending = pending_work(self._requests, ready, patches_in_flight, can_start=can_start, now=now)
         budget = self._budgets.language(pending)

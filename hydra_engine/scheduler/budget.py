@@ -14,7 +14,7 @@ from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.messages import BudgetReport
 from hydra_engine.core.plans import LanguageLoad, VisionLoad
 from hydra_engine.core.state import RequestState
-from hydra_engine.scheduler.decodes import Ready
+from hydra_engine.scheduler.decodes import ReadyDecodes
 from hydra_engine.scheduler.requests import RequestTable
 from hydra_engine.scheduler.step_stats import TypicalSteps
 
@@ -86,7 +86,7 @@ class Budgets:
         self._typical = TypicalSteps(), TypicalSteps()  # steps without vision, steps beside vision
 
     def with_limits(
-        self, pending: PendingWork, requests: RequestTable, ready: Ready, due: RequestState | None
+        self, pending: PendingWork, requests: RequestTable, ready: ReadyDecodes, due: RequestState | None
     ) -> PendingWork:
         """The pending work with the latency limits of the requests; unchanged here, where nothing reads them. Called
         before `language` while some request has a limit. `ready`: the decodes of the step. `due`: the request whose

@@ -30,7 +30,7 @@ _ABSENT = -1
 _NO_INDICES: Int64s = np.zeros(0, dtype=np.int64)
 
 
-class Ready(NamedTuple):
+class ReadyDecodes(NamedTuple):
     """The decodes that may compute a row in the next step; entry i of `starts` belongs to the decode at `indices[i]`.
     Valid until a request joins or leaves the table."""
 
@@ -174,7 +174,7 @@ class DecodeTable:
 
     # ---- blocks
 
-    def without_next_block(self, ready: Ready) -> Int64s:
+    def without_next_block(self, ready: ReadyDecodes) -> Int64s:
         """Returns the indices of ready decodes that have no block for their next row. Makes blocks that are allocated
         already visible to plans first: a request that was preempted before got all its blocks at its start."""
         indices, starts = ready.indices, ready.starts
@@ -214,23 +214,23 @@ class DecodeTable:
 
     # ---- planning
 
-    def ready(self) -> Ready:
+    def ready(self) -> ReadyDecodes:
         """Returns the decodes that may compute a row: all but deferred ones and those planned up to the last token that
         `max_new_tokens` allows."""
         everyone = slice(0, len(self.states))
         starts = self._starts[everyone].copy()
         may = (starts <= self._lasts[everyone]) & ~self._deferred[everyone]
         if np.count_nonzero(may) == len(starts):
-            return Ready(everyone, starts, self._sum_starts + len(starts))
+            return ReadyDecodes(everyone, starts, self._sum_starts + len(starts))
         return _ready(may.nonzero()[0], starts[may])
 
-    def without(self, ready: Ready, indices: Int64s) -> Ready:
+    def without(self, ready: ReadyDecodes, indices: Int64s) -> ReadyDecodes:
         """Returns `ready` without the decodes at these indices."""
         among = np.arange(len(self.states))[ready.indices]
         kept = ~np.isin(among, indices)
         return _ready(among[kept], ready.starts[kept])
 
-    def take_rows(self, ready: Ready, *, ahead: bool) -> DecodeRows:
+    def take_rows(self, ready: ReadyDecodes, *, ahead: bool) -> DecodeRows:
         """Plans one row for each ready decode, advances its start and, if there are any, counts the rows as in flight.
         `ahead`: a step is in flight, so tokens that it samples are -1."""
         indices, starts = ready.indices, ready.starts
@@ -270,7 +270,7 @@ class DecodeTable:
             counts[indices[indices != _ABSENT]] += 1
         return counts
 
-    def pace(self, ready: Ready) -> tuple[Seconds, Int64s, Int64s]:
+    def pace(self, ready: ReadyDecodes) -> tuple[Seconds, Int64s, Int64s]:
         """Returns the seconds from the first to the latest token, the number of gaps between tokens and that of late
         ones of each ready decode, [B] each, by the tokens read so far; 0 seconds without a gap."""
         indices = ready.indices
@@ -392,9 +392,9 @@ def _zeros(count: int) -> Int64s:
     return np.zeros(count, dtype=np.int64)
 
 
-def _ready(indices: Int64s, starts: Int64s) -> Ready:
+def _ready(indices: Int64s, starts: Int64s) -> ReadyDecodes:
     """Returns the decodes at these indices, whose next rows are at positions `starts`."""
-    return Ready(indices, starts, int(starts.sum()) + len(starts))
+    return ReadyDecodes(indices, starts, int(starts.sum()) + len(starts))
 
 
 @dataclass(slots=True)

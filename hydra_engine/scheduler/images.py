@@ -16,7 +16,7 @@ from hydra_engine.scheduler import policy
 from hydra_engine.scheduler.hooks import Connector
 from hydra_engine.scheduler.timeline import Timeline
 
-Holder = tuple[FeatureKey, list[tuple[RequestState, int]], int]  # (key, images that use the features, blocks)
+EncodedFeatures = tuple[FeatureKey, list[tuple[RequestState, int]], int]  # (key, images that use the features, blocks)
 
 
 class ImageTracker:
@@ -154,7 +154,7 @@ class ImageTracker:
             self._waits(self._states[request_id], index, now)
         self._follow(key, now)
 
-    def encoded_features(self) -> Iterator[Holder]:
+    def encoded_features(self) -> Iterator[EncodedFeatures]:
         """Yields the encoded features that images of requests use."""
         for key, progress, num_blocks in self._features.held_blocks():
             if progress == ImageProgress.ENCODED:

@@ -28,7 +28,7 @@ from hydra_engine.core.plans import ChunkRow, ImageSlice, LanguageLoad, Language
 from hydra_engine.core.state import Order, RequestState
 from hydra_engine.scheduler import policy
 from hydra_engine.scheduler.budget import Budgets, PendingWork, StepBudget
-from hydra_engine.scheduler.decodes import Ready
+from hydra_engine.scheduler.decodes import ReadyDecodes
 from hydra_engine.scheduler.hooks import OpenStep
 from hydra_engine.scheduler.requests import RequestTable
 
@@ -274,7 +274,7 @@ class LanguagePlanner:
         return self._rows(step_id, ready, step, budget, ahead=ahead)
 
     def _rows(
-        self, step_id: StepId, ready: Ready, step: StepBuilder, budget: StepBudget, *, ahead: bool
+        self, step_id: StepId, ready: ReadyDecodes, step: StepBuilder, budget: StepBudget, *, ahead: bool
     ) -> LanguageStep | None:
         """Builds the plan and marks its rows as scheduled; None if it has no rows."""
         if not len(ready.starts) and not step.chunks:
@@ -286,7 +286,7 @@ class LanguagePlanner:
 
     # ---- decodes
 
-    def _ready_decodes(self, step: StepBuilder) -> Ready:
+    def _ready_decodes(self, step: StepBuilder) -> ReadyDecodes:
         """The decodes of the step: those that may compute a row and have a block for it, allocated here if needed.
         While too few are free, the youngest running request is preempted, possibly the decode itself. A decode that
         runs alone waits instead: blocks of a request that is about to end will be free soon."""
@@ -397,7 +397,7 @@ class LanguagePlanner:
 
 
 def pending_work(
-    requests: RequestTable, ready: Ready, patches_in_flight: int, *, can_start: bool, now: float
+    requests: RequestTable, ready: ReadyDecodes, patches_in_flight: int, *, can_start: bool, now: float
 ) -> PendingWork:
     """The work at hand for the budgets when a language step is planned, without latency limits. Counts at most
     `MAX_SEEN` requests of a queue, so its cost does not grow with the number that waits. `ready`: the decodes of the

@@ -17,7 +17,7 @@ from hydra_engine.core.plans import LanguageLoad, VisionLoad
 from hydra_engine.core.request import Slo
 from hydra_engine.core.state import ImageProgress, RequestState
 from hydra_engine.scheduler.budget import PendingWork, StepBudget
-from hydra_engine.scheduler.decodes import Ready
+from hydra_engine.scheduler.decodes import ReadyDecodes
 from hydra_engine.scheduler.requests import RequestTable
 from hydra_engine.scheduler.step import MAX_SEEN
 from tests.examples import examples
@@ -44,7 +44,7 @@ class Scripted:
         self._random = random.Random(self.seed)
 
     def with_limits(
-        self, pending: PendingWork, requests: RequestTable, ready: Ready, due: RequestState | None
+        self, pending: PendingWork, requests: RequestTable, ready: ReadyDecodes, due: RequestState | None
     ) -> PendingWork:
         return pending
 

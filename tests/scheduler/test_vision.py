@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hydra_engine.core.ids import FeatureKey
 from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.state import ImageProgress, RequestState
+from hydra_engine.scheduler.images import EncodedFeatures
 from hydra_engine.scheduler.policy import features_to_evict
 from tests.scheduler.sim import BROKEN, Costs, Img, Simulator, config, make_request
 from tests.scheduler.stepper import Stepper
@@ -140,10 +141,7 @@ def test_an_older_request_takes_the_features_of_a_younger_one_when_it_comes_back
     s.finish_all()
 
 
-Holder = tuple[FeatureKey, list[tuple[RequestState, int]], int]
-
-
-def holder(blocks: int, *users: tuple[RequestState, int]) -> Holder:
+def holder(blocks: int, *users: tuple[RequestState, int]) -> EncodedFeatures:
     name = ",".join(f"{state.order[1]}.{index}" for state, index in users)
     return FeatureKey(name.encode()), list(users), blocks
 

@@ -19,7 +19,7 @@ from hydra_engine.core.messages import BudgetReport
 from hydra_engine.core.plans import LanguageLoad, VisionLoad
 from hydra_engine.core.state import RequestState
 from hydra_engine.scheduler.budget import USED, Budgets, PendingWork, StepBudget
-from hydra_engine.scheduler.decodes import Ready
+from hydra_engine.scheduler.decodes import ReadyDecodes
 from hydra_engine.scheduler.latency.correction import Correction, Kind, kind_of
 from hydra_engine.scheduler.latency.pending_limits import with_limits
 from hydra_engine.scheduler.requests import RequestTable
@@ -143,7 +143,7 @@ class LatencyBudgets(Budgets):
     # ---- before a step
 
     def with_limits(
-        self, pending: PendingWork, requests: RequestTable, ready: Ready, due: RequestState | None
+        self, pending: PendingWork, requests: RequestTable, ready: ReadyDecodes, due: RequestState | None
     ) -> PendingWork:
         return with_limits(pending, requests, ready, due)
 

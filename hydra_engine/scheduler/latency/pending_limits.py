@@ -10,7 +10,7 @@ import numpy as np
 from hydra_engine.core.plans import Int64s
 from hydra_engine.core.state import ImageProgress, RequestState
 from hydra_engine.scheduler.budget import PendingWork
-from hydra_engine.scheduler.decodes import Ready
+from hydra_engine.scheduler.decodes import ReadyDecodes
 from hydra_engine.scheduler.requests import RequestTable
 from hydra_engine.scheduler.step import MAX_SEEN
 from hydra_engine.scheduler.timeline import Seconds
@@ -19,7 +19,9 @@ from hydra_engine.scheduler.timeline import Seconds
 STRETCHED_SHARE = 0.05
 
 
-def with_limits(pending: PendingWork, requests: RequestTable, ready: Ready, due: RequestState | None) -> PendingWork:
+def with_limits(
+    pending: PendingWork, requests: RequestTable, ready: ReadyDecodes, due: RequestState | None
+) -> PendingWork:
     """`pending` with the limits of the decodes `ready`, and with what has to be computed before the first token of
     `due`, the request with the earliest deadline (None: there is none). Counts at most `MAX_SEEN` requests of a queue.
     """

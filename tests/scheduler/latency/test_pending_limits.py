@@ -9,7 +9,7 @@ import pytest
 from hydra_engine.core.request import Slo
 from hydra_engine.core.state import RequestState
 from hydra_engine.scheduler.budget import PendingWork
-from hydra_engine.scheduler.decodes import Ready
+from hydra_engine.scheduler.decodes import ReadyDecodes
 from hydra_engine.scheduler.latency.pending_limits import with_limits
 from hydra_engine.scheduler.requests import RequestTable
 from tests.scheduler.sim import Img, make_request
@@ -18,7 +18,7 @@ from tests.scheduler.test_pending_work import Asked, Scripted
 
 class ReadsLimits(Scripted):
     def with_limits(
-        self, pending: PendingWork, requests: RequestTable, ready: Ready, due: RequestState | None
+        self, pending: PendingWork, requests: RequestTable, ready: ReadyDecodes, due: RequestState | None
     ) -> PendingWork:
         return with_limits(pending, requests, ready, due)
 
