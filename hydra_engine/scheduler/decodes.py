@@ -181,16 +181,16 @@ class DecodeTable:
         at_end = starts >= self._shown[indices]
         if not np.count_nonzero(at_end):
             return _NO_INDICES
-        without = at_end.nonzero()[0] if isinstance(indices, slice) else indices[at_end]
+        missing = at_end.nonzero()[0] if isinstance(indices, slice) else indices[at_end]
         allocated: dict[int, int] = {}  # index -> block
-        for index, start in zip(without.tolist(), starts[at_end].tolist(), strict=True):
+        for index, start in zip(missing.tolist(), starts[at_end].tolist(), strict=True):
             table = self._block_tables[index]
             if table.num_slots > start:
                 allocated[index] = int(table.block_ids[self._shown[index] // self._block_size])
         if not allocated:
-            return without
+            return missing
         self.append_blocks(np.array(list(allocated)), list(allocated.values()))
-        return without[~np.isin(without, list(allocated))]
+        return missing[~np.isin(missing, list(allocated))]
 
     def append_blocks(self, indices: Int64s, blocks: Sequence[int]) -> None:
         """Appends the block in which its next row lies to the block table of each decode as plans see it."""
@@ -224,7 +224,7 @@ class DecodeTable:
             return ReadyDecodes(everyone, starts, self._sum_starts + len(starts))
         return _ready(may.nonzero()[0], starts[may])
 
-    def without(self, ready: ReadyDecodes, indices: Int64s) -> ReadyDecodes:
+    def exclude(self, ready: ReadyDecodes, indices: Int64s) -> ReadyDecodes:
         """Returns `ready` without the decodes at these indices."""
         among = np.arange(len(self.states))[ready.indices]
         kept = ~np.isin(among, indices)

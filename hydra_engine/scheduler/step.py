@@ -292,16 +292,16 @@ class LanguagePlanner:
         runs alone waits instead: blocks of a request that is about to end will be free soon."""
         table = self._requests.decodes
         ready = table.ready()
-        without = table.without_next_block(ready)
-        if not len(without):
+        missing = table.without_next_block(ready)
+        if not len(missing):
             return ready
-        states = [table.states[index] for index in without.tolist()]
+        states = [table.states[index] for index in missing.tolist()]
         if blocks := self._kv.extend([state.request.id for state in states]):
-            table.append_blocks(without, blocks)
+            table.append_blocks(missing, blocks)
             return ready
         self._grow_by_age(states, step)
         ready = table.ready()
-        return table.without(ready, table.without_next_block(ready))
+        return table.exclude(ready, table.without_next_block(ready))
 
     def _grow_by_age(self, states: list[RequestState], step: StepBuilder) -> None:
         """Allocates a block for each of these decodes, the oldest first, preempting the youngest running request if

@@ -26,7 +26,7 @@ RETIRED = (
 )
 # Prepositions and participles do not say what a function does or what an attribute is: `slot_of`, `with_devices`.
 NO_NAMES = (
-    *("of", "at", "on", "under", "behind", "between", "within", "beside", "after", "to", "about", "beyond"),
+    *("of", "at", "on", "under", "behind", "between", "within", "beside", "after", "to", "about", "beyond", "without"),
     *("told", "lacking", "settled", "barred", "overtaken", "placed", "made", "asked", "kept"),
 )
 # Of those, how many definitions are still there.
