@@ -43,7 +43,8 @@ def blank_rows(
     scored: bool = False,
 ) -> LanguageInput:
     """Input of a dummy step whose row r has the last `counts[r]` tokens of a context of `contexts[r]`. The first
-    `merged` tokens take image features, which needs an image cache. `scored`: all tokens pass through the head."""
+    `merged` tokens take image features, which needs an image cache. `scored`: logits of all tokens are computed, and
+    dropped."""
     ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
     cu_q = torch.cat([torch.zeros(1, dtype=torch.int32), ends])
     longest, num_tokens = max(contexts), int(ends[-1])
@@ -106,7 +107,8 @@ def warm_vision(
     model: ServedModel, vision: VisionSpec, cache: PagedCache, device: torch.device, *, whole: bool
 ) -> None:
     """Encodes one dummy picture. Unless `whole`, only up to the tower's second layer, for devices where the first call
-    of an op costs about as much as any other: a tower takes seconds there, and later layers call the same ops."""
+    of an op costs about as much as any other: a tower takes seconds there, and later layers call the same ops. Does
+    nothing for a tower whose pictures the family's own processor plans."""
     if vision.processor is not None:
         return  # its pictures are made elsewhere, and loading has run the tower on one
     item = vision.plan_image(_SIDE, _SIDE).items[0]
@@ -137,8 +139,8 @@ def warm_language(
     *,
     decode: bool,
 ) -> None:
-    """Runs one dummy prefill, with an image row if there is an image cache, or a step of two decodes. `samples`: also
-    samples on the logits' device."""
+    """Runs one dummy prefill, with an image feature if there is an image cache, or if `decode` a step of two decodes.
+    `samples`: also samples on the logits' device."""
     ops, device = backend.ops, backend.device.torch_device
     length = max(min(_MAX_TOKENS, max_model_len - 1), 1)
     counts, start = ((1, 1), length) if decode else ((length,), 0)

@@ -25,9 +25,9 @@ OUT_OF_MEMORY = Unavailable(
 
 
 def run_guarded(what: str, run: Callable[[], T]) -> T | ErrorInfo:
-    """Returns the result of `run`, or the error for the request that made it raise. OUT_OF_MEMORY: memory ran out; the
-    failed call's tensors are freed by then, and the caller returns cached memory to the device. Raises BackendError if
-    `run` does."""
+    """Returns the result of `run`, or the error for the request that made it raise; logs the exception. OUT_OF_MEMORY:
+    memory ran out; the failed call's tensors are freed by then, and the caller returns cached memory to the device.
+    Raises BackendError if `run` does."""
     try:
         return run()
     except BackendError:
@@ -56,4 +56,5 @@ def run_guarded_step(device: Device, what: str, run: Callable[[], T]) -> T | Err
 
 
 def not_finite(what: str) -> ErrorInfo:
+    """The error of a request whose `what` (logits, image features) have infinities or NaNs."""
     return RequestFailed(f"the model's {what} are not finite numbers", code="numerical_error").info()

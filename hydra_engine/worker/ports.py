@@ -33,7 +33,7 @@ class ServedModel(Protocol):
 
     @property
     def num_slices(self) -> int:
-        """Number of pieces of an encode that is cut at layers only; it can pause between them."""
+        """Number of pieces of an encode that can pause between layers, and nowhere else."""
         ...
 
     @property
@@ -76,8 +76,8 @@ class Gate:
         return 0.0
 
     def enter(self, num_patches: int = 0) -> None:
-        """Starts a vision step of `num_patches`; waits first if the running language step has no allowance left.
-        `leave` must follow, in a finally."""
+        """Starts a vision step of `num_patches` patches; waits first if the running language step has no allowance
+        left. `leave` must follow, in a finally."""
 
     def checkpoint(self) -> None:
         """Waits, between two pieces of a vision step, while the running language step has no allowance left."""
@@ -96,10 +96,9 @@ NO_GATE = Gate()
 class WorkerRequest:
     """The worker's record of one request between `add_request` and `remove_request`.
 
-    The registry that maps ids to records belongs to the instance thread. A plan takes the records of its images and
-    chunks to the lane when it is submitted, so a lane never reads the registry; decodes read the slot table instead.
-    All fields are immutable except the history and the constraint of `sampling_state`, which only the language lane
-    uses.
+    The registry that maps ids to records belongs to the instance thread. A plan goes to its lane with the records of
+    its images and chunks, so a lane never reads the registry; decodes read the slot table instead. All fields are
+    immutable except the history and the constraint of `sampling_state`, which only the language lane uses.
     """
 
     request: Request
@@ -119,6 +118,8 @@ class PromptPositions:
 
     @classmethod
     def from_request(cls, request: Request) -> PromptPositions:
+        """Positions of the prompt: text counts up, and an image's tokens have its time and their rows and columns.
+        Asserts that every image span has a position."""
         text_positions = np.arange(request.num_prompt, dtype=np.int64)
         prompt = np.broadcast_to(text_positions, (3, request.num_prompt)).copy()
         for image in request.images:

@@ -1,8 +1,8 @@
 """The memory that instances map of each other, and the lane that copies blocks between it and the local caches.
 
 The instance thread calls the methods of `Exchange` and owns the table of peers; jobs run in the lane's thread. A job
-takes its peer to the lane, and the lane closes a peer after the jobs that read it. A peer's blocks are read without its
-knowledge: it may take them back at any time, and invalidates a control word before it does. So a copy is valid only if
+goes to the lane with its peer, and the lane closes a peer after the jobs that read it. A peer's blocks are read without
+its knowledge: it may free them at any time, and invalidates a control word before it does. So a copy is valid only if
 the word, read after it, is still the one in the offer. An instance copies blocks into staging pools in host memory for
 peers that cannot map its caches; there is one pool of a few blocks per kind of cache, and a peer asks for blocks in
 pieces. Does not know requests or offers, how a peer is reached, or when a block is free.
@@ -38,13 +38,14 @@ NUM_PIECES = 8  # that a pool has room for
 
 
 def layout_of(kind: PoolKind, cache: PagedCache) -> PoolLayout:
+    """The layout of a cache's blocks, with their number, as peers compare it."""
     data = cache.data
     dtype = str(data.dtype).removeprefix("torch.")
     return PoolLayout(kind, cache.num_blocks, tuple(data.shape[1:]), dtype, cache.block_bytes)
 
 
 def cache_in(memory: SharedMemory | PeerMemory, num_blocks: int, like: PagedCache) -> PagedCache:
-    """A cache view of `num_blocks` blocks in the format of `like`, at the beginning of `memory`."""
+    """A cache of `num_blocks` blocks in the format of `like`, a view of the beginning of `memory`."""
     shape = num_blocks, *like.data.shape[1:]
     raw = memory.tensor()[: num_blocks * like.block_bytes]
     if like.scales is not None:
@@ -53,13 +54,13 @@ def cache_in(memory: SharedMemory | PeerMemory, num_blocks: int, like: PagedCach
 
 
 def piece_of(num_blocks: int) -> int:
-    """Blocks per piece in a pool of `num_blocks`."""
+    """Number of blocks that a peer may ask for at once, in a staging pool of `num_blocks`."""
     return max(1, num_blocks // NUM_PIECES)
 
 
 class StagingPools:
-    """The staging pools of the caches in memory that not all peers can map; `always`: of every cache that peers read.
-    `max_bytes`: limit of one pool."""
+    """Staging pools, in host memory, for caches whose memory some peers cannot map; if `always`, for every cache that
+    peers read. `max_bytes` limits each pool, which holds at least one block."""
 
     def __init__(
         self, caches: Mapping[PoolKind, PagedCache], device: Device, *, always: bool, max_bytes: int = STAGING_BYTES
@@ -87,7 +88,8 @@ class StagingPools:
         return tuple(pools), tuple(memory.descriptor for memory in self._memory.values())
 
     def fill(self, job: StagingJob, ops: Ops, device: Device) -> None:
-        """Copies the job's blocks and waits for the copy. Raises the device's errors."""
+        """Copies the job's blocks into the staging pool of their kind and waits for the copy. Raises the device's
+        errors."""
         kind = PoolKind(job.pool)
         if kind not in self._caches:
             self._caches[kind] = cache_in(self._memory[kind], self.num_blocks[kind], self._sources[kind])
@@ -110,8 +112,8 @@ def checksums_of(cache: PagedCache, blocks: Sequence[int]) -> tuple[int, ...]:
 def exports_of(
     caches: Mapping[PoolKind, PagedCache], words: ControlWords, staging: StagingPools
 ) -> tuple[Exports, tuple[int, ...]]:
-    """Returns (exports, descriptors): the caches that peers can map, the control words and the staging pools. Exports
-    refer to descriptors by index."""
+    """Returns (exports, descriptors): the caches that peers may map, the control words and the staging pools. Exports
+    refer to descriptors by index; this instance keeps them."""
     pools, descriptors = [], [words.descriptor]
     for kind, cache in caches.items():
         memory = cache.memory
@@ -127,7 +129,7 @@ def exports_of(
 
 
 class Peer:
-    """The mapped memory of one peer: its pools, or its staging pools if a pool cannot be mapped here."""
+    """The mapped memory of one peer: its pools, and staging pools in place of those that cannot be mapped here."""
 
     def __init__(
         self,
@@ -138,12 +140,12 @@ class Peer:
         *,
         through_host: bool = False,
     ) -> None:
-        """Maps the peer's pools of the kinds in `caches`, the local caches. The caller keeps the descriptors.
-        `through_host`: prefer staging pools. Raises TransferError if the memory does not match `exports` or the peer's
-        blocks differ from the local ones."""
+        """Maps the peer's pools of the kinds in `caches`, the local caches. The caller keeps the descriptors, and
+        closes them. `through_host`: prefer staging pools. Raises TransferError if the memory does not match `exports`,
+        the peer's blocks differ from the local ones, or a pool without a staging pool cannot be mapped."""
         self.pools: dict[PoolKind, PagedCache] = {}
-        self.piece_blocks: dict[PoolKind, int] = {}  # of those that are staging pools
-        self.not_mapped = ""  # why there are such, if that was not asked for
+        self.piece_blocks: dict[PoolKind, int] = {}  # by kind that is read from a staging pool
+        self.not_mapped = ""  # why a pool could not be mapped; empty if none failed
         staging = {export.layout.kind: export for export in exports.staging}
         with ExitStack() as opened:
             self.words = PeerWords(_chosen(descriptors, exports.words), exports.num_words)
@@ -170,6 +172,8 @@ class Peer:
     def _mapped(
         self, export: PoolExport, descriptors: Sequence[int], device: Device, *, needed: bool
     ) -> PeerMemory | None:
+        """Maps a pool. If that fails, raises TransferError if it is `needed`; else returns None and stores the reason
+        in `not_mapped`."""
         descriptor = -1 if export.descriptor < 0 else _chosen(descriptors, export.descriptor)
         try:
             return device.open_peer(export, descriptor)
@@ -186,6 +190,8 @@ class Peer:
 
 
 def _check(export: PoolExport, ours: PagedCache) -> None:
+    """Raises TransferError if the peer's blocks differ from those of `ours`, or do not fit the memory that it
+    exports."""
     theirs = export.layout
     expected = layout_of(theirs.kind, ours)
     if not theirs.agrees_with(expected):
@@ -200,12 +206,16 @@ def _check(export: PoolExport, ours: PagedCache) -> None:
 
 
 def _chosen(descriptors: Sequence[int], index: int) -> int:
+    """The descriptor at `index`. Raises TransferError if there is none."""
     if not 0 <= index < len(descriptors):
         raise TransferError(f"a peer names descriptor {index} of the {len(descriptors)} that came with its memory")
     return descriptors[index]
 
 
 class TransferLane:
+    """Copies blocks of peers into the local caches, and local ones into staging pools. For the thread of the transfer
+    lane."""
+
     def __init__(
         self,
         ops: Ops,
@@ -219,16 +229,17 @@ class TransferLane:
         self._clock = clock
 
     def stage(self, job: StagingJob, staging: StagingPools) -> StagingResult:
-        """Copies blocks into a staging pool. Raises only BackendError, if the device failed; another failure is the
-        result's `problem`."""
+        """Copies blocks into a staging pool and waits for them. Raises only BackendError, if the device failed; another
+        failure is the result's `problem`."""
         fill = partial(staging.fill, job, self._ops, self._device)
         outcome = run_guarded_step(self._device, f"copies of {job.pool} blocks for a peer", fill)
         problem = "they could not be copied; the log says why" if isinstance(outcome, ErrorInfo) else None
         return StagingResult(job.number, problem)
 
     def run(self, job: PullJob, peer: Peer | None) -> PullResult:
-        """Copies a peer's blocks. `peer` None: the job's peer is not open. Raises only BackendError, if the device
-        failed; another failure is the result's `problem`."""
+        """Copies a peer's blocks into the local cache. The result is `valid` if the offer still stood after the copy.
+        `peer` None: the job's peer is not open. Raises only BackendError, if the device failed; another failure is the
+        result's `problem`."""
         started_s = self._clock.now()
         outcome = run_guarded_step(self._device, f"pull from instance {job.peer}", partial(self._pull, job, peer))
         if isinstance(outcome, ErrorInfo):
@@ -237,7 +248,8 @@ class TransferLane:
         return PullResult(job.step_id, started_s, self._clock.now(), valid, num_bytes, problem, job.ticket)
 
     def _pull(self, job: PullJob, peer: Peer | None) -> tuple[bool, int, str | None]:
-        """Copies and validates. Returns (control word still valid, bytes, problem)."""
+        """Copies and validates. Returns (control word still valid, bytes, problem): None, or that checksums differ.
+        Raises TransferError if the peer is not open or has no such pool."""
         kind = PoolKind(job.pool)
         if peer is None:
             raise TransferError(f"instance {job.peer} is not connected")
@@ -256,16 +268,16 @@ class TransferLane:
 
 
 def _problem(job: PullJob, error: ErrorInfo) -> str:
+    """The text of a failed pull: that of a TransferError, for any other error that the log says why."""
     if error.kind == TransferError.__name__:
         return error.message
     return f"blocks of instance {job.peer} could not be copied; the log says why"
 
 
 class Exchange:
-    """The `TransferPort` over one backend. `caches`: the instance's caches, mappable by peers or not. `deliver`
-    and `run` are called in the lane; `run` runs a copy and may raise BackendError if the device failed.
-    `through_host`: stage blocks in host memory even if peers could map them. `staging_bytes`: limit of one staging
-    pool."""
+    """The `TransferPort` over one backend. `caches`: the instance's caches, mappable by peers or not. `deliver` and
+    `run` are called in the lane; `run` runs a copy, which may raise BackendError if the device failed. `through_host`:
+    stage blocks in host memory even if peers could map them. `staging_bytes`: limit of one staging pool."""
 
     def __init__(
         self,
@@ -290,12 +302,15 @@ class Exchange:
         self._lane = backend.device.lane("transfer")
 
     def exports(self) -> tuple[Exports, tuple[int, ...]]:
+        """Returns (exports, descriptors): the memory that peers may map. The descriptors stay this instance's."""
         return exports_of(self._caches, self._words, self._staging)
 
     def set_word(self, slot: int, word: int) -> None:
+        """Writes a control word, which peers read after they have copied the blocks of its offer."""
         self._words.store(slot, word)
 
     def checksums(self, pool: str, blocks: Sequence[int]) -> tuple[int, ...]:
+        """CRC-32 of each of these local blocks. For debugging only: computed at once, in the calling thread."""
         return checksums_of(self._caches[PoolKind(pool)], blocks)
 
     def open_peer(self, name: str, exports: Exports, descriptors: Sequence[int]) -> None:
@@ -312,23 +327,30 @@ class Exchange:
             logger.warning("blocks of instance %s come through host memory: %s", name, peer.not_mapped)
 
     def close_peer(self, name: str) -> None:
-        """Closes the peer after its jobs. An unknown name is ignored; a name can be opened again at once."""
+        """Unmaps the peer's memory after the jobs that were submitted for it. Ignores an unknown name; a name can be
+        opened again at once."""
         peer = self._peers.pop(name, None)
         if peer is not None:
             self._lane.submit(peer.close)
 
     def piece_blocks(self, peer: str, pool: str) -> int:
+        """Maximum number of the peer's blocks to ask for at once; 0 if its memory is mapped, or the peer is not
+        open."""
         opened = self._peers.get(peer)
         return 0 if opened is None else opened.piece_blocks.get(PoolKind(pool), 0)
 
     @property
     def staging_blocks(self) -> Mapping[PoolKind, int]:
+        """Number of blocks of each staging pool."""
         return self._staging.num_blocks
 
     def submit_staging(self, job: StagingJob) -> None:
+        """Queues a copy of local blocks into a staging pool; `deliver` gets its result."""
         self._lane.submit(lambda: self._run(lambda: self._deliver(self._runner.stage(job, self._staging))))
 
     def submit_pull(self, job: PullJob) -> None:
+        """Queues a copy of a peer's blocks into a local cache; `deliver` gets its result, a `problem` if the peer is
+        not open."""
         pull = partial(self._runner.run, job, self._peers.get(job.peer))
         self._lane.submit(lambda: self._run(lambda: self._deliver(pull())))
 

@@ -48,9 +48,10 @@ logger = logging.getLogger(__name__)
 
 class Worker:
     """The `WorkerPort` over one backend. `role` decides which lanes exist; a plan for a missing lane is a bug of the
-    caller. `gate` pauses the vision lane for the language lane, if both are on the device. `asynchronous`: language
-    steps are launched before the previous one is read, and graphs of both lanes may be captured and replayed; None: if
-    the device is asynchronous. `working`: the memory reserved for steps, beside caches."""
+    caller. `gate` pauses the vision lane for the language lane, if both are on the device. `wake` is called in any
+    thread when a result arrives or a lane has ended. `asynchronous`: language steps are launched before the previous
+    one is read, and graphs of both lanes may be captured and replayed; None: if the device is asynchronous. `working`:
+    the memory reserved for steps, beside caches."""
 
     PIECE_ROWS = 64  # rows of a layer after which an encode can pause; whole layers without a limit between tokens
 
@@ -108,6 +109,8 @@ class Worker:
     # ---- requests
 
     def add_request(self, request: Request, pixels: Sequence[PixelPayload]) -> str | None:
+        """Registers a request. Returns "grammar" if it must be held until its grammar is compiled (`ReadyResult`), else
+        None. Raises Unavailable, and registers nothing, if too many grammars wait."""
         assert request.id not in self._requests, "request id added twice"
         constraint = self._constraints.constraint_of(request)
         by_digest = {payload.digest: payload for payload in pixels}
@@ -125,17 +128,19 @@ class Worker:
         return None if constraint is None or constraint.is_ready else "grammar"
 
     def remove_request(self, request_id: RequestId) -> None:
+        """Forgets a request that no plan in flight names. Asserts that it is registered."""
         assert request_id in self._requests, "unknown request id removed"
         self._pixel_bytes -= self._requests.pop(request_id).pixel_bytes
         self._constraints.forget(request_id)
 
     @property
     def pixel_bytes(self) -> int:
+        """Bytes of the pixels of all registered requests."""
         return self._pixel_bytes
 
     @property
     def num_slices(self) -> int:
-        """The approximate number of pieces of the largest encode, between which it can pause; 0: it cannot pause."""
+        """Approximate number of pieces of the largest encode, between which it can pause; 0: it never pauses."""
         return 0 if self._vision is None else self._vision.num_slices
 
     @property
@@ -157,10 +162,13 @@ class Worker:
     # ---- steps
 
     def submit_vision(self, plan: VisionPlan) -> None:
+        """Queues the plan in its lane; `poll` returns the result. Asserts that there is such a lane, and its requests
+        are registered."""
         assert self._vision is not None, "this worker has no vision lane"
         self._vision.submit(plan, [self._requests[item.request_id] for item in plan.items], self.deliver)
 
     def submit_language(self, plan: LanguagePlan) -> None:
+        """Queues the plan in its lane; `poll` returns the result. Asserts that there is such a lane."""
         assert self._language is not None, "this worker has no language lane"
         self._language.submit(plan, [self._requests[chunk.request_id] for chunk in plan.chunks], self.deliver)
 
@@ -176,8 +184,8 @@ class Worker:
             raise
 
     def poll(self) -> list[LaneResult]:
-        """Takes the results that are ready. Raises the exception that ended a lane, BackendError if the device failed:
-        plans in flight never return, and the request at fault is unknown."""
+        """Removes and returns the results that are ready. Raises the exception that ended a lane, BackendError if the
+        device failed: plans in flight never return, and the request at fault is unknown."""
         if self._broken is not None:
             raise self._broken
         results: list[LaneResult] = []
@@ -193,8 +201,8 @@ class Worker:
     # ---- start and end
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
-        """Runs tiny steps in the lanes' threads and waits for them. `progress(done, all)`. Raises BackendError if one
-        fails."""
+        """Runs tiny steps in the lanes' threads and waits for them. Calls `progress(done, all)` at first and after
+        each. Raises BackendError if one fails."""
         jobs = [(lane.thread, job) for lane in self._lanes for job in lane.warm_up_jobs]
         progress(0, len(jobs))
         for done, (thread, job) in enumerate(jobs, start=1):
@@ -203,9 +211,9 @@ class Worker:
             progress(done, len(jobs))
 
     def capture_graphs(self, progress: Callable[[int, int], None]) -> None:
-        """Captures the graphs of both lanes, after the warm-up; does nothing without graphs. Memory for the largest
-        eager step is held meanwhile, and a graph that does not fit beside it is skipped and counted. Raises
-        BackendError if a capture fails for another reason."""
+        """Captures the graphs of both lanes, after the warm-up; does nothing without graphs. Calls `progress(done,
+        all)` after each. Memory for the largest eager step is held meanwhile, and a graph that does not fit beside it
+        is skipped and counted in `notes`. Raises BackendError if a capture fails for another reason."""
         jobs: list[tuple[VisionLane | LanguageLane, EncodeGraphs | StepGraphs, tuple[int, int]]] = []
         for lane in reversed(self._lanes):
             if lane.graphs is not None:
@@ -221,7 +229,8 @@ class Worker:
         self._device.trim()
 
     def _hold(self, held: list[Tensor]) -> None:
-        """Allocates as much activation memory as the largest step needs."""
+        """Allocates as much activation memory as the largest steps of both lanes need together, and appends it to
+        `held`."""
         on = self._device.torch_device
         held.append(torch.empty(self._working.activation_bytes, dtype=torch.uint8, device=on))
 
@@ -267,11 +276,12 @@ class Worker:
 
     @property
     def graph_bytes(self) -> int:
-        """Device memory of the captured graphs."""
+        """Bytes of device memory that the captured graphs and their inputs take."""
         return sum(lane.graphs.num_bytes for lane in self._lanes if lane.graphs is not None)
 
     @property
     def num_graphs(self) -> int:
+        """Number of captured graphs of both lanes."""
         return sum(lane.graphs.num_graphs for lane in self._lanes if lane.graphs is not None)
 
     @property
@@ -285,7 +295,8 @@ class Worker:
         self._closing.append(close)
 
     def close(self) -> None:
-        """Waits for the steps that were submitted; their results can still be polled."""
+        """Waits for the steps that were submitted, then calls the functions of `on_close`. Results can still be
+        polled."""
         self._gate.close()
         for lane in self._lanes:
             lane.close()

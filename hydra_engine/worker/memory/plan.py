@@ -38,7 +38,7 @@ def kv_token_bytes(spec: ModelSpec, config: EngineConfig, dtype_bytes: int) -> i
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Memory that a role of a model needs by its configuration, in bytes and in blocks of caches."""
+    """Memory that an instance of this role needs by its configuration, in bytes and in blocks of caches."""
 
     spec: ModelSpec
     role: Role
@@ -56,7 +56,8 @@ class Needs:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of recurrent states: two state slots for every request that may run, see `cache_store.py`."""
+        """Bytes of recurrent states: two state slots for every request that may run (`cache_store.py`); 0 if the model
+        keeps none or the role has no language steps."""
         slot_bytes = 2 * self.spec.language.state_bytes(self.dtype_bytes) if self.role.needs_language else 0
         return self.config.scheduler.max_running_requests * slot_bytes
 
@@ -67,6 +68,7 @@ class Needs:
 
     @property
     def kv_block_bytes(self) -> int:
+        """Bytes of a KV block in all layers."""
         return self.config.cache.block_size * kv_token_bytes(self.spec, self.config, self.dtype_bytes)
 
     def image_sizes(self, vision: VisionSpec) -> tuple[int, int]:
@@ -81,14 +83,15 @@ class Needs:
         return max(TYPICAL_IMAGES, self.config.media.max_images)
 
     def flag(self, kind: str) -> str:
-        """The flag that sets the size of a cache; empty if none does."""
+        """The flag that sets the size of a cache (`kind`: kv or image); empty if none does."""
         for name in (f"num_{kind}_blocks", f"{kind}_cache_gib"):
             if getattr(self.config.cache, name) is not None:
                 return "--" + name.replace("_", "-")
         return ""
 
     def given(self, kind: str, block_bytes: int, reasons: list[str] | None = None) -> int | None:
-        """Blocks of a cache as configured; None if the configuration leaves it open."""
+        """Blocks of a cache (`kind`: kv or image) as configured; None if the configuration leaves it open. Appends a
+        note on the flag to `reasons`."""
         flag = self.flag(kind)
         if not flag:
             return None
@@ -106,13 +109,14 @@ class Needs:
 
     @property
     def given_kv_bytes(self) -> int:
-        """Bytes of the KV cache as configured; 0 if the configuration leaves it open."""
+        """Bytes of the KV cache as configured; 0 if the configuration leaves it open or the role has no language
+        steps."""
         given = self.given("kv", self.kv_block_bytes) if self.role.needs_language else None
         return self.kv_block_bytes * (given or 0)
 
     @property
     def usual_cache_bytes(self) -> int:
-        """Bytes of states and of caches with configured or usual sizes. KV counts only if its size is configured."""
+        """Bytes of states and of caches with configured or default sizes. KV counts only if its size is configured."""
         total = self.state_bytes + self.given_kv_bytes
         if self.pictures is not None:
             per_image, block_bytes = self.image_sizes(self.pictures)
@@ -124,7 +128,7 @@ class Needs:
 @dataclass(frozen=True, slots=True)
 class Filling:
     """The part of one instance in a device whose memory is filled (`own_part`). `weights_bytes` is None before the
-    weights are loaded; the spec's number is used then."""
+    weights are loaded; the spec's number is used then. `reasons`: notes for the user."""
 
     own_bytes: int
     working: WorkingMemory = NOT_COUNTED
@@ -135,7 +139,7 @@ class Filling:
 @dataclass(frozen=True, slots=True)
 class CachePlan:
     """Sizes of the caches. `max_model_len`: longest request that fits the model and the KV cache, if there is one.
-    Bytes of weights are computed from the spec for the role's part, without padding."""
+    `reasons`: notes for the user. Bytes of weights are computed from the spec for the role's part, without padding."""
 
     num_kv_blocks: int
     num_image_blocks: int
@@ -175,10 +179,12 @@ def plan_memory(
     - dtype_bytes: of an activation. weight_bytes: of a weight, if fewer.
     - free_bytes: free before the weights are loaded, divided among `shares` instances on the device. `filling`, if
         given, has this instance's part instead.
-    - total_bytes: upper limit for configured sizes in host memory. Configured sizes are those of each instance.
+    - total_bytes: upper limit, without `filling`, for weights, states and caches together. Configured sizes are those
+        of each instance.
 
     If a filled device has no memory for all graphs, or only with shorter contexts, fewer are planned. Raises
-    ResourceError, saying what to change, if the longest request cannot be served.
+    ResourceError, saying what to change, if the caches do not fit or are too small for the requests that must fit, and
+    ConfigError if the configured longest request exceeds the model's.
     """
     needs = Needs(spec, role, config, dtype_bytes, weight_bytes)
     made = _plan_or_refusal(needs, free_bytes, shares, filling, total_bytes)
@@ -197,6 +203,7 @@ def plan_memory(
 def _plan_or_refusal(
     needs: Needs, free_bytes: int, shares: int, filling: Filling | None, total_bytes: int
 ) -> CachePlan | ResourceError:
+    """The plan, or the error that there is no room for it."""
     try:
         return _plan(needs, free_bytes, shares, filling, total_bytes)
     except ResourceError as error:
@@ -204,11 +211,13 @@ def _plan_or_refusal(
 
 
 def _left_out(captured_tokens: int) -> str:
+    """The note that steps with prompts of more than `captured_tokens` tokens, 0: all of them, have no graphs."""
     steps = f"steps with prompts of more than {captured_tokens} tokens" if captured_tokens else "steps with prompts"
     return f"graphs: {steps} are launched op by op, theirs have no room beside weights and caches"
 
 
 def _plan(needs: Needs, free_bytes: int, shares: int, filling: Filling | None, total_bytes: int) -> CachePlan:
+    """Plans the caches with the graphs that `filling` has; parameters and errors as in `plan_memory`."""
     spec, role, config, dtype_bytes = needs.spec, needs.role, needs.config, needs.dtype_bytes
     reasons = list[str]()
     weights_bytes = sum(needs.weights)
@@ -257,13 +266,15 @@ def _plan(needs: Needs, free_bytes: int, shares: int, filling: Filling | None, t
 
 
 def _divided(free_bytes: int, shares: int, reasons: list[str]) -> int:
+    """The instance's part of the free bytes. Appends a note to `reasons` if it has neighbours."""
     if shares > 1:
         reasons.append(f"{shares} instances share the device: {size(free_bytes // shares)} of its free memory each")
     return free_bytes // shares
 
 
 def _state_slots(needs: Needs, free_bytes: int, reasons: list[str]) -> int:
-    """Slots of recurrent states: one for every request that may run, 0 if the model keeps none."""
+    """Slots of recurrent states: one for every request that may run, 0 if the model keeps none. Appends a note to
+    `reasons`. Raises ResourceError if they do not fit `free_bytes`."""
     num_bytes, num_slots = needs.state_bytes, needs.config.scheduler.max_running_requests
     if not num_bytes:
         return 0
@@ -274,8 +285,9 @@ def _state_slots(needs: Needs, free_bytes: int, reasons: list[str]) -> int:
 
 
 def _kv(needs: Needs, room_bytes: int, reasons: list[str], *, filled: bool) -> tuple[CacheSize, int]:
-    """Returns the KV cache's size and the longest request that is wanted. `filled`: the cache takes all of
-    `room_bytes`."""
+    """Returns the KV cache's size, without blocks if the role has no language steps, and the longest request that is
+    wanted. `filled`: the cache takes all of `room_bytes`, unless its size is configured. Appends notes to `reasons`.
+    Raises ConfigError if the configured length exceeds the model's."""
     spec, config = needs.spec, needs.config
     wanted_len = config.max_model_len or spec.max_model_len
     if wanted_len > spec.max_model_len:
@@ -304,6 +316,8 @@ def _kv(needs: Needs, room_bytes: int, reasons: list[str], *, filled: bool) -> t
 
 
 def _kv_blocks(config: EngineConfig, max_model_len: int, block_bytes: int, share_bytes: int, reasons: list[str]) -> int:
+    """Default number of KV blocks in host memory: TYPICAL_TOKENS for every request that may run, and at least one
+    longest request; fewer if `share_bytes` hold no more. Appends a note to `reasons`."""
     max_num_seqs = config.scheduler.max_running_requests
     per_request = _ceil(min(max_model_len, TYPICAL_TOKENS), config.cache.block_size)
     wanted = max(max_num_seqs * per_request, _ceil(max_model_len, config.cache.block_size))
@@ -317,7 +331,8 @@ def _kv_blocks(config: EngineConfig, max_model_len: int, block_bytes: int, share
 
 
 def _min_request(spec: ModelSpec, config: EngineConfig, wanted_len: int, reasons: list[str]) -> tuple[int, str]:
-    """(tokens, reason) of the smallest request that must fit: as configured, or one with a largest picture."""
+    """(tokens, reason) of the smallest request that must fit: as configured, or one with a largest picture. Appends a
+    note to `reasons` if such a picture exceeds the longest request."""
     least = 2 if spec.vision is None else spec.vision.max_tokens_per_image + MIN_TEXT_TOKENS
     if least > wanted_len:  # what was asked for, or what the model is: such pictures are refused one by one
         reasons.append(f"pictures of more than {wanted_len - MIN_TEXT_TOKENS} tokens do not fit max_model_len")
@@ -329,6 +344,8 @@ def _min_request(spec: ModelSpec, config: EngineConfig, wanted_len: int, reasons
 
 
 def _lowered(wanted_len: int, max_model_len: int, kv: CacheSize, block_size: int, *, filled: bool) -> str:
+    """The note that the longest request was lowered to what the KV cache holds, and how large a cache would hold
+    `wanted_len`."""
     needed_bytes = _ceil(wanted_len, block_size) * kv.block_bytes
     whole = f"--kv-cache-gib {typed_gib(needed_bytes)} holds"
     if filled and not kv.given:  # the cache has all that is left, asking for more would not help
@@ -337,8 +354,9 @@ def _lowered(wanted_len: int, max_model_len: int, kv: CacheSize, block_size: int
 
 
 def _images(needs: Needs, max_bytes: int, beside_bytes: int, reasons: list[str]) -> CacheSize:
-    """Size of the image cache, 0 blocks if no feature ever comes. `beside_bytes`: left by a KV cache of a given
-    size."""
+    """Size of the image cache, 0 blocks if no feature ever comes. A default size is limited by `max_bytes`, and by
+    `beside_bytes`, which a KV cache of configured size leaves, though not below one largest picture. Appends notes to
+    `reasons`."""
     if needs.pictures is None:
         return CacheSize("image")
     per_image, block_bytes = needs.image_sizes(needs.pictures)
@@ -391,6 +409,7 @@ def own_part(
 
 
 def _fills(role: Role, config: EngineConfig) -> bool:
+    """True if the instance has a KV cache that takes what is left of the device."""
     return role.needs_language and config.cache.kv_cache_gib is None and config.cache.num_kv_blocks is None
 
 
@@ -407,8 +426,8 @@ def _ceil(amount: int, unit: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """Blocks that a cache gets and the least that it works with; `min_is` says what that is for. `given`: the flag
-    that says its size, if one does."""
+    """Blocks that a cache gets, and the fewest that it works with, which `min_is` names. `given`: the flag that sets
+    its size; empty if none does."""
 
     kind: str  # kv or image
     num_blocks: int = 0
@@ -431,7 +450,7 @@ class CacheSize:
 
     @property
     def min_flag(self) -> str:
-        """The flag with the least value, as it is typed."""
+        """The flag with the smallest sufficient value, as it is typed."""
         if self.given == f"--num-{self.kind}-blocks":
             return f"{self.given} {self.min_blocks}"
         return f"--{self.kind}-cache-gib {typed_gib(self.min_bytes)}"
@@ -439,7 +458,8 @@ class CacheSize:
 
 @dataclass(frozen=True, slots=True)
 class DevicePart:
-    """An instance's part of a device. `filled`: a part of a GPU, which caches fill. `shares`: instances on it."""
+    """An instance's part of a device. `filled`: a GPU's, whose memory caches fill. `shares`: instances on the
+    device."""
 
     spec: ModelSpec
     role: Role
@@ -462,7 +482,7 @@ class DevicePart:
 
 
 def typed_gib(num_bytes: int) -> str:
-    """`num_bytes` in GiB, rounded up to three digits."""
+    """`num_bytes` in GiB, rounded up to three significant digits."""
     digits = max(2 - math.floor(math.log10(max(num_bytes, 1) / GIB)), 0)
     return f"{math.ceil(num_bytes / GIB * 10**digits) / 10**digits:.{digits}f}"
 
@@ -480,6 +500,7 @@ def no_room(part: DevicePart, terms: Sequence[tuple[str, int]], own_bytes: int) 
 
 
 def no_states(role: Role, num_slots: int, num_bytes: int, left_bytes: int) -> ResourceError:
+    """The error that recurrent states exceed what the weights leave."""
     return ResourceError(
         f"recurrent states {size(num_bytes)} of {num_slots} requests > {size(left_bytes)} that the weights leave to "
         f"instance role {role.letters}; lower --max-num-seqs or free memory",
@@ -490,7 +511,8 @@ def no_states(role: Role, num_slots: int, num_bytes: int, left_bytes: int) -> Re
 def caches_too_small(
     part: DevicePart, caches: Sequence[CacheSize], left_bytes: int, *, lower_to: int | None
 ) -> ResourceError:
-    """The error that caches are below their minimum. `lower_to`: a --max-model-len for which the KV cache suffices."""
+    """The error that caches are below their minimum. `lower_to`: a --max-model-len for which the caches suffice; None:
+    there is none."""
     short = [cache for cache in caches if cache.too_small]
     sizes = " and ".join(f"{_NAMES[c.kind]} {size(c.num_bytes)} < {size(c.min_bytes)} ({c.min_is})" for c in short)
     ways = [cache.min_flag for cache in short if cache.given]
@@ -511,6 +533,7 @@ def caches_too_small(
 
 
 def caches_too_large(part: DevicePart, caches: Sequence[CacheSize], left_bytes: int) -> ResourceError:
+    """The error that caches exceed what is left of the device, with the flags that set their sizes."""
     cache_bytes = sum(cache.num_bytes for cache in caches)
     flags = " or ".join(cache.given for cache in caches if cache.given)
     return ResourceError(

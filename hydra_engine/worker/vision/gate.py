@@ -32,7 +32,7 @@ EXPECTED_KEPT = 0.9  # an expected time falls by at most this factor per faster 
 
 class LaneGate(Gate):
     """A gate that counts wall time of the vision lane between `enter` and `leave`, without waits, while a language step
-    runs. Includes time in which the system did not run the thread."""
+    runs. Includes time in which the system did not run the thread. Methods as in `Gate`."""
 
     can_hold = True
 
@@ -97,6 +97,7 @@ class LaneGate(Gate):
             self._release()
 
     def _wait_for_turn(self) -> None:
+        """Waits until the running step has ended or the gate is closed, if the step's allowance is used up."""
         with self._changed:
             assert self._since_s is not None, "a checkpoint outside a vision step"
             self._count()
@@ -104,17 +105,20 @@ class LaneGate(Gate):
                 return
             self._since_s = None
             self._waiting = True
-            # A next step may have begun before this thread wakes: then its turn is in that one, also with no allowance.
+            # A next step may have begun before this thread wakes: then a piece runs beside it, whatever its allowance.
             while self._waiting:
                 self._changed.wait()
             self._since_s = self._clock.now()
 
     def _release(self) -> None:
+        """Ends the vision lane's wait, if it waits; it then computes at least one piece. The caller holds
+        `_changed`."""
         self._waiting = False
         self._changed.notify_all()
 
     def _count(self) -> None:
-        """Adds the vision time since the last count to the running step."""
+        """Adds the vision time since the last count to the running step, if there is one. The caller holds
+        `_changed`."""
         if self._running and self._since_s is not None:
             now = self._clock.now()
             self._used_s += now - self._since_s
@@ -122,7 +126,8 @@ class LaneGate(Gate):
 
 
 class _Piece(NamedTuple):
-    """The work launched between two checkpoints. The device begins it after mark `behind`, not before `begun_s`."""
+    """The work launched between two checkpoints. The device begins it after mark `behind`, and not before `begun_s` on
+    the host's clock."""
 
     behind: Mark
     mark: Mark
@@ -140,7 +145,7 @@ class DeviceGate(Gate):
     allowance of a seconds vision runs for at most max(2 p, a + p + e) seconds, which is a + p + e from an allowance of
     one piece on. For let L be the last piece that the lane begins to launch during the step. Without one, what runs
     beside it was in flight when it began: two pieces at most. Otherwise, when L was admitted, either nothing was in
-    flight and the step had had less than a, or the lane had been let go by the end of a step before, and then the step
+    flight and the step had had less than a, or the end of a step before had ended the lane's wait, and then the step
     had had nothing; so it has no more than a + p. Or one piece K was in flight, and what the step had had with what was
     expected to be left of K was less than a; K takes at most e longer, and L at most p: a + p + e. Pieces of a size
     that is not known yet are never in flight together with another one that is admitted, so e is about pieces that were
@@ -213,7 +218,7 @@ class DeviceGate(Gate):
     # ---- pieces
 
     def _launched(self) -> None:
-        """Marks the end of the piece that is being launched."""
+        """Marks the end of the piece whose work has been launched: it is in flight now."""
         with self._changed:
             assert self._behind is not None and self._kind is not None, "a checkpoint outside a vision step"
             self._in_flight.append(_Piece(self._behind, self._mark(), self._begun_s, self._kind))
@@ -225,8 +230,9 @@ class DeviceGate(Gate):
             blocking.wait()
 
     def _begin_piece(self) -> Mark | None:
-        """Begins the next piece and returns None, or returns the mark to wait for before the next try. Waits itself if
-        the running step has to end first."""
+        """Begins the next piece and returns None, or returns the mark to wait for before the next try. If the running
+        step has no allowance left and nothing is in flight, waits itself until that step has ended, then begins the
+        piece."""
         with self._changed:
             self._take_done()
             if self.can_hold and not self._closed:
@@ -236,7 +242,7 @@ class DeviceGate(Gate):
                     if self._in_flight:
                         return self._in_flight[0].mark
                     self._waiting = True
-                    # A next step may have begun before this thread wakes: then its turn is in that one.
+                    # A next step may have begun before this thread wakes: then a piece runs beside it.
                     while self._waiting:
                         self._changed.wait()
             self._behind = self._in_flight[-1].mark if self._in_flight else self._mark()
@@ -244,12 +250,15 @@ class DeviceGate(Gate):
             return None
 
     def _release(self) -> None:
+        """Ends the vision lane's wait, if it waits; it then begins a piece. The caller holds `_changed`."""
         self._waiting = False
         self._changed.notify_all()
 
     # ---- seconds, with `_changed` held
 
     def _take_done(self) -> None:
+        """Removes pieces that are done, adds what ran beside the running step to its vision time, and updates the
+        expected times."""
         now = self._clock.now()
         while self._in_flight and self._in_flight[0].mark.is_done():
             piece = self._in_flight.popleft()
@@ -261,13 +270,14 @@ class DeviceGate(Gate):
                 self._used_s += max(0.0, self._done_s - max(begun_s, self._step_s))
 
     def _running_s(self) -> float:
-        """Seconds that unfinished pieces have run beside the running step."""
+        """Seconds since the oldest piece that is not done began, the one being launched included, or since the running
+        step began if that is later; 0 without such a piece."""
         begun_s = [piece.begun_s for piece in self._in_flight] + ([self._begun_s] if self._behind is not None else [])
         return max(0.0, self._clock.now() - max(begun_s[0], self._done_s, self._step_s)) if begun_s else 0.0
 
     def _left_s(self) -> float:
-        """Seconds of pieces in flight beside the step: so far, plus their expected rest. Infinite if no piece of their
-        kind has been measured."""
+        """Seconds of pieces in flight beside the running step: so far, plus their expected rest. Infinite if no piece
+        of such an encode's size has been measured."""
         running_s, now = self._running_s(), self._clock.now()
         for index, piece in enumerate(self._in_flight):
             expected_s = self._expected.get(piece.kind, inf)

@@ -43,13 +43,14 @@ SHORTEST_PIECE_S, LONGEST_PIECE_S = 0.5e-3, 2e-3
 
 
 def piece_seconds(tpot_limit_s: float | None) -> float:
-    """Target seconds of one captured piece; infinite if encodes never pause."""
+    """Target seconds of one captured piece of an encode; infinite without a limit, since encodes never pause then."""
     return inf if tpot_limit_s is None else min(LONGEST_PIECE_S, max(SHORTEST_PIECE_S, PIECE_SHARE * tpot_limit_s))
 
 
 def captured_sizes(config: EngineConfig, granule: int, largest: int) -> tuple[int, ...]:
-    """Patches of the graphs to capture: ascending multiples of `granule`. `largest`: patches of the largest encode, a
-    multiple too. Configured sizes above it are skipped with a warning."""
+    """Patches of the graphs to capture: ascending multiples of `granule`, as configured (rounded up) or by default up
+    to CAPTURED_PATCHES. `largest`: patches of the largest encode, a multiple too. Configured sizes above it are skipped
+    with a warning."""
     given = config.encoder_cuda_graph_sizes
     most = largest if given else max(min(largest, CAPTURED_PATCHES) // granule, 1) * granule
     wanted = {-(-size // granule) * granule for size in given or (*_SMALL, *range(_STEP, most, _STEP), most)}
@@ -81,9 +82,9 @@ def encode_graphs(
 
 
 class EncodeGraphs:
-    """The captured encodes by partition and size. `sizes` ascend and are multiples of the tower's granule. `piece_s`:
-    target seconds of one graph. Only the lane's thread calls `prepare`, `capture` and `replay`, and `replay` in
-    inference mode."""
+    """The captured encodes by partition and size in patches. `sizes` ascend and are multiples of the tower's granule.
+    `piece_s`: target seconds of one graph; infinite: an encode is one graph. Only the lane's thread calls `prepare`,
+    `capture` and `replay`, and `replay` in inference mode."""
 
     def __init__(
         self, tower: Vision, backend: Backend, cache: PagedCache, sizes: Sequence[int], piece_s: float = inf
@@ -100,8 +101,8 @@ class EncodeGraphs:
     # ---- capture
 
     def prepare(self) -> None:
-        """Allocates the input buffers, before the first capture. Disables capture if the ops cannot plan attention
-        without reading the bounds."""
+        """Allocates the input buffers, before the first capture. If the ops cannot plan attention without reading the
+        bounds, nothing is captured: `sizes` becomes empty."""
         with torch.inference_mode():
             try:
                 self._ops.plan_packed(self._integers[:1].to(torch.int32), 0)
@@ -119,8 +120,8 @@ class EncodeGraphs:
         ]
 
     def capture(self, partition: int, size: int) -> None:
-        """Captures one encode; no encode may be in flight, and the largest size of a partition comes first. A graph
-        whose padding gives features that are not finite is dropped."""
+        """Captures one encode and replays it once; no encode may be in flight, and the largest size of a partition
+        comes first. Graphs whose padding gives features that are not finite are dropped."""
         with torch.inference_mode(), self._device.partitions.use(partition):
             packing = self._blank(size)
             self._send(packing, np.zeros(0, dtype=np.int64))
@@ -142,8 +143,9 @@ class EncodeGraphs:
             logger.warning("encodes of %d patches are not replayed: padding has features that are not finite", size)
 
     def _layers_of_piece(self, partition: int, packing: Packing) -> int | None:
-        """Number of checkpoints per graph; None: the encode is one graph. Follows from the measured time of the largest
-        eager encode, of which launches are at most half; a first, unmeasured run compiles."""
+        """Number of checkpoints per graph; None: the encode is one graph. Follows from the time of the partition's
+        largest eager encode, measured at its first call, of which launches are at most half; a run before that, which
+        is not measured, compiles."""
         if self._piece_s == inf:
             return None
         checkpoints = _EveryNth(1, no_checkpoint)
@@ -159,6 +161,8 @@ class EncodeGraphs:
         return None if num_pieces <= 1 else ceil((self._num_checkpoints + 1) / num_pieces)
 
     def _launch(self, packing: Packing, features: list[Tensor], checkpoint: Callable[[], None] = no_checkpoint) -> None:
+        """Encodes what the input buffers hold, calling `checkpoint` between layers, and writes the features to the
+        cache. `features` become the planes, [num_features, C] each."""
         lengths = [len(integers) for integers in chain(packing.indices, packing.bounds)]
         *integers, slots = self._integers[: sum(lengths) + packing.num_features].split([*lengths, packing.num_features])
         split = len(packing.indices)
@@ -176,6 +180,7 @@ class EncodeGraphs:
 
     @cached_property
     def _patches(self) -> Tensor:
+        """Input buffer of the patches' pixels, one row of bytes per patch."""
         shape = (self.sizes[-1], self._tower.num_values)
         return torch.zeros(shape, dtype=torch.uint8, device=self._device.torch_device)
 
@@ -201,11 +206,12 @@ class EncodeGraphs:
 
     @property
     def num_graphs(self) -> int:
+        """Number of graphs, over all partitions."""
         return sum(map(len, self._captured.values()))
 
     @property
     def num_pieces(self) -> int:
-        """Graphs of the largest captured encode."""
+        """Number of graphs of the largest captured encode on the whole device."""
         return len(self._captured.get((0, self.largest), ()))
 
     def replay(self, batch: VisionInput, slots: Int64s, num_patches: int) -> bool:
@@ -228,6 +234,7 @@ class EncodeGraphs:
         return True
 
     def _send(self, packing: Packing, slots: Int64s) -> None:
+        """Sends a packing's integers to their input buffer. Features of padding, beyond `slots`, get slot -1."""
         unread = np.full(packing.num_features - len(slots), -1, dtype=np.int64)
         integers = np.concatenate((*packing.indices, *packing.bounds, slots, unread))
         self._integers[: len(integers)].copy_(self._device.send((integers,))[0])

@@ -51,17 +51,18 @@ class Flag(NamedTuple):
 
 
 class Encoding(NamedTuple):
-    """A launched vision step."""
+    """A launched vision step. `outcomes[i]`: the error of `plan.items[i]`, or the check of its features."""
 
     plan: VisionPlan
     launched_s: float
-    outcomes: tuple[ErrorInfo | Flag, ...]  # of its items
+    outcomes: tuple[ErrorInfo | Flag, ...]
 
 
 class VisionLane:
     """The lane that runs vision plans in order, in its own thread. `piece_rows`: rows of a layer after which an encode
     can pause, if there is a TPOT limit; 0: whole layers. CPU only: on an asynchronous device such small launches would
-    take longer than their work. `note`: for the user, why encodes are not replayed; "" otherwise."""
+    take longer than their work. `run` wraps every job, in the lane's threads. `note`: for the user, why encodes are not
+    replayed; empty otherwise."""
 
     captures = "encodes"
 
@@ -122,8 +123,8 @@ class VisionLane:
 
     @property
     def num_slices(self) -> int:
-        """The approximate number of pieces of the largest picture's encode, between which it can pause; 0: it cannot
-        pause."""
+        """Approximate number of pieces of the largest picture's encode, between which it can pause; 0: it never
+        pauses."""
         if not self._gate.can_hold:
             return 0
         if self.graphs is not None and self.graphs.largest >= self._max_patches:
@@ -132,6 +133,7 @@ class VisionLane:
 
     @property
     def warm_up_jobs(self) -> list[Job]:
+        """Dummy steps to run in the lane's thread: one encode."""
         return [self._warm_up]
 
     def close(self) -> None:
@@ -141,6 +143,7 @@ class VisionLane:
             self._readers.close()
 
     def _launch(self, plan: VisionPlan, records: Sequence[WorkerRequest]) -> Encoding:
+        """Launches the plan's items, as a vision step at the gate, where it may wait."""
         launched_s = self._clock.now()
         self._gate.enter(plan.num_patches)
         try:
@@ -172,6 +175,8 @@ class VisionLane:
         return tuple(found for item, record in pairs for found in self._outcomes((item,), (record,), alone=True))
 
     def _step(self, items: Sequence[EncodeItem], records: Sequence[WorkerRequest]) -> tuple[Flag, ...]:
+        """Launches the encode of these items and the checks of their features. Raises what the model and the device
+        raise."""
         payloads = [record.pixels[item.digest] for item, record in zip(items, records, strict=True)]
         images = [record.request.images[item.image_index] for item, record in zip(items, records, strict=True)]
         slots = vision_slots(items, self._cache.block_size)
@@ -205,8 +210,8 @@ def vision_input(
     slots: Int64s,
     device: Device,
 ) -> VisionInput:
-    """Builds the model's input and sends it to the device. `payloads[i]` belongs to `images[i]`; `slots` come from
-    `vision_slots`."""
+    """Builds the model's input and sends it to the device. `payloads[i]` belongs to `images[i]`; either all have pixels
+    or all have named arrays. `slots` come from `vision_slots`."""
     plain = not payloads[0].arrays
     given = [{"pixels": _pictures(payload)} if plain else _arrays(payload) for payload in payloads]
     sent_slots, *sent = device.send((slots, *chain.from_iterable(arrays.values() for arrays in given)))
@@ -229,6 +234,7 @@ def _pictures(payload: PixelPayload) -> npt.NDArray[np.uint8]:
 
 
 def _arrays(payload: PixelPayload) -> dict[str, npt.NDArray[np.generic]]:
+    """The payload's arrays by name. Copied, because bytes are read-only."""
     arrays, begin = {}, 0
     for layout in payload.arrays:
         dtype, count = np.dtype(layout.dtype), math.prod(layout.shape)
