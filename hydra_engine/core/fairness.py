@@ -335,7 +335,7 @@ class WorkerPool:
         return await result
 
     def close(self) -> None:
-        """Makes calls that wait for a thread, and later ones, raise EngineClosed. Does not wait for running work."""
+        """Makes calls whose work has not begun, and later ones, raise EngineClosed. Does not wait for running work."""
         self._closed = True
         self._executor.shutdown(wait=False)
         for wait in self._waits:

@@ -42,7 +42,8 @@ class Reasoning:
 @dataclass(frozen=True, slots=True)
 class Calls:
     """Function calls in the format of a model. `source`: a Lark grammar that may use the rules `opening` and `closing`,
-    defined as these marks (each a special token or text), and `@call`, JSON that fits the JSON Schema `schema`."""
+    which match these marks (each a special token or text), and `@call`, JSON that fits the JSON Schema `schema`. Empty
+    ones are not defined."""
 
     source: str
     schema: str = ""

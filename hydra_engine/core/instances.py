@@ -160,8 +160,8 @@ def _part(text: str, part: str) -> tuple[int, InstanceSpec]:
 
 
 def check_serves(topology: Topology, has_vision: bool) -> None:
-    """Raises ConfigError unless every stage of the model is served and every instance has a stage to run, which one
-    with role E does not have for a model without vision."""
+    """Raises ConfigError unless every stage of the model is served and every instance has a stage to run: without
+    vision no instance may have only E."""
     _check_stages(topology, EPD if has_vision else Role.P | Role.D)
     names = [name for name, spec in zip(topology.names, topology.instances, strict=True) if spec.role == Role.E]
     if names and not has_vision:
@@ -281,7 +281,7 @@ def _refused(text: str, why: str) -> ConfigError:
 
 
 class Condition(StrEnum):
-    """The condition of an instance, as the process that started it knows it."""
+    """The condition of an instance, as the frontend process knows it."""
 
     STARTING = "starting"  # for the first time or again; also while it waits for its next start
     READY = "ready"

@@ -162,8 +162,8 @@ def without_candidates(entries: Sequence[E]) -> Iterator[E]:
 
 
 def concat_logprobs(first: Sequence[TextLogprob], second: Sequence[TextLogprob]) -> Sequence[TextLogprob]:
-    """The entries of both in order, as a sequence that shares nothing with the arguments if one of them is a Logprobs.
-    `first` must be a Logprobs or empty if `second` is a Logprobs."""
+    """The entries of `first`, then those of `second`; neither argument changes. `first` must be a Logprobs or empty if
+    `second` is a Logprobs."""
     return extend_logprobs(extend_logprobs((), first), second)
 
 

@@ -71,7 +71,8 @@ class Encode(msgspec.Struct, frozen=True, tag=True):
     """Encodes images of a request that is on instance `target`, and offers the features to that instance.
 
     `request` has an id of its own, no prompt, and only these images; its image i is image `indices[i]` of request
-    `target_request`. Ends with Finished(reason="moved") when all features have been pulled or refused.
+    `target_request`. Ends with Finished(reason="moved") when all features have been pulled or refused, or
+    with "withdrawn" if some will not be fetched.
     """
 
     request: Request
@@ -135,7 +136,8 @@ ToInstance = Submit | Encode | Abort | HandOver | SetRole | ResetCaches | QueryL
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
-    """Progress of the start: bytes of weights read, or warm-up steps done."""
+    """Progress of the start: `done` of `total` bytes of weights are read or warm-up steps done. `what`: which of them,
+    for a reader."""
 
     what: str
     done: int
@@ -369,7 +371,7 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     num_decoding: int = 0  # part of num_running: requests in phase `decoding`
     budget: BudgetReport = BudgetReport()
     speeds: StepSpeeds = StepSpeeds()
-    stages: tuple[StageReport, ...] = ()  # of requests not in phase `decoding`, the first 100 to arrive here
+    stages: tuple[StageReport, ...] = ()  # of requests before phase `decoding`, the first 100 to arrive here
     time_s: float = 0.0
     progress: int = 0  # number of iterations of the instance's loop
     language_steps: int = 0
@@ -392,9 +394,9 @@ class Status(msgspec.Struct, frozen=True, tag=True):
 
 
 class LedgerReport(msgspec.Struct, frozen=True, tag=True):
-    """The answer to QueryLedger: blocks, slots, offers and pixels that are held right now. Blocks that no request holds
-    count as free, also while their content can be reused. The scheduler fills the fields before `query_id`, the
-    instance the rest."""
+    """The answer to QueryLedger: blocks, slots, offers and pixels that are held right now. Blocks that neither a
+    request nor an encode in flight holds count as free, also while their content can be reused. The scheduler fills the
+    fields before `query_id`, the instance the rest."""
 
     num_requests: int  # requests on the instance
     kv_blocks_held: int

@@ -60,7 +60,8 @@ def read_text(folder: Path, name: str) -> str | None:
 
 def check_small_files(folder: Path) -> None:
     """Raises CheckpointError if a small file or an additional template of the folder cannot be opened, is no regular
-    file, lies outside the allowed folders or is too large. For use before a library opens them by itself."""
+    file, lies outside the allowed folders or is too large; OSError if the folder cannot be listed. For use before a
+    library opens them by itself."""
     names = [entry.name for entry in os.scandir(folder) if entry.name.endswith(_SMALL)]
     for name in (*sorted(names), *template_names(folder)):
         if (file := _open_small(folder, name, _max_bytes(name))) is not None:

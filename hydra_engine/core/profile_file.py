@@ -30,7 +30,7 @@ class Refused(Exception):
 
 def write(path: Path, profile: object) -> None:
     """Writes `profile` as JSON with its digest, atomically and with mode 0600, synced to the disk. Makes missing
-    folders. Raises OSError, and leaves an earlier file as it was then."""
+    folders. Raises OSError; an earlier file is then unchanged."""
     body = msgspec.json.encode(profile)
     content = msgspec.json.encode(_File(_digest(body), msgspec.Raw(body)))
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

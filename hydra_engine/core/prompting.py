@@ -43,10 +43,11 @@ class TemplateOptions:
     """Options of the chat template. Raises `InvalidRequest`, naming the field, for an invalid or too large value.
 
     `tools`: in OpenAI's form ({"type": "function", "function": {...}}). `variables`: further names that the template
-    can read, plain JSON (vLLM's chat_template_kwargs). `continue_final_message`: the prompt ends inside the last
-    message, and the answer continues it; `add_generation_prompt` must then be off. `add_special_tokens`: the tokenizer
-    adds its special tokens (usually BOS); None: to raw text and, like the model's processor in transformers, to a
-    conversation that does not begin with BOS.
+    can read, plain JSON (vLLM's chat_template_kwargs). `add_generation_prompt`: the prompt ends with the beginning of
+    an assistant's message. `continue_final_message`: the prompt ends inside the last message, and the answer continues
+    it; `add_generation_prompt` must then be off. `add_special_tokens`: the tokenizer adds its special tokens (usually
+    BOS); None: to raw text and, like the model's processor in transformers, to a conversation that does not begin with
+    BOS.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()

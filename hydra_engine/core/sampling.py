@@ -32,7 +32,8 @@ class SamplingParams:
     - top_p, min_p: 0 to 1, defaults 1.0 and 0.0 (off). top_k: 0 or -1 (off) or the number of tokens, default 0.
     - seed: a 64-bit integer; with a seed the text depends on the request alone. None (default): the engine draws one.
     - max_tokens: 1 to 1,048,576. None (default): the model's default or, without one, the rest of the context.
-    - min_tokens: tokens before an end-of-sequence or stop token may be sampled, default 0; at most max_tokens.
+    - min_tokens: the fewest tokens before the text may end, stop strings included, default 0; at most max_tokens. A
+        grammar that allows nothing more ends it earlier.
     - stop: at most 16 strings that end the text, removed from it unless `include_stop_str_in_output`.
     - stop_token_ids: at most 64 token ids that end the text. ignore_eos: do not end at the model's own, default False;
         with a grammar these are then sampled, and end the text, only if the grammar allows no other token.

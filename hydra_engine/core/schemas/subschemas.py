@@ -56,8 +56,8 @@ def schemas_of(root: dict[str, Any]) -> Iterator[Subschema]:
 
 
 def _children(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields (JSON pointer without the first slash, value) of each value directly within a schema that may be a schema
-    itself."""
+    """Yields (JSON pointer relative to the schema, without the first slash; value) of each value under a keyword for
+    schemas. Such a value need not be a schema: `items` may be a list."""
     for name, value in schema.items():
         if name in _MAPS and isinstance(value, dict):
             yield from ((f"{name}/{_escape_key(key)}", inner) for key, inner in value.items())
