@@ -35,8 +35,8 @@ Job = Callable[[], None]
 def set_torch_threads(threads: int) -> None:
     """Sets torch's thread count for the calling thread.
 
-    torch applies the count that any thread set last when a thread first needs it. Asking for it once forces that now,
-    so that another lane's count cannot replace ours later.
+    When a thread first needs its count, torch applies the one that any thread set last. Reading the count here makes
+    that happen first, so that another lane's count cannot replace this one later.
     """
     torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -46,11 +46,11 @@ class ThreadLane:
     """A `Lane` of backend/device.py: one thread, which runs jobs in the order of submission.
 
     The thread runs in torch's inference mode (the mode belongs to a thread, so a job cannot rely on its submitter's)
-    and sets its own thread counts when it starts. A job that raises is a bug: the traceback is logged, remaining jobs
-    are dropped, and `submit` raises from then on.
+    and sets its own thread counts when it starts. A job that raises is a bug: `error` is set, the traceback is logged,
+    remaining jobs are dropped, and `submit` raises RuntimeError from then on, as after `close`.
 
     set_threads: called once, in the lane's thread, with `threads`. niceness: added to the nice value of the lane's
-    thread; threads that its ops start inherit it.
+    thread, which threads that its ops start inherit.
     """
 
     def __init__(
@@ -103,8 +103,11 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 class CpuDevice:
-    """`Device` of backend/device.py. set_threads: sets the thread counts of the calling thread. lane_priority: a key of
-    NICENESS."""
+    """`Device` of backend/device.py.
+
+    threads: per lane. set_threads: sets the thread counts of the calling thread. lane_priority: a key of NICENESS,
+    which has the lanes' nice values.
+    """
 
     name = "cpu"
     torch_device = torch.device("cpu")
@@ -129,7 +132,8 @@ class CpuDevice:
         return ThreadLane(name, 1)
 
     def memory(self) -> tuple[int, int]:
-        """Bytes (free, total) of the machine, or of the container if that has less."""
+        """Bytes (free, total) of the machine, or of the container if that has less. Free includes page cache that the
+        kernel reclaims on demand."""
         lines = (line.split() for line in _MEMINFO.read_text().splitlines())
         machine = {words[0]: int(words[1]) << 10 for words in lines if words[0] in ("MemAvailable:", "MemTotal:")}
         free, total = machine["MemAvailable:"], machine["MemTotal:"]
@@ -141,8 +145,8 @@ class CpuDevice:
         return free, total
 
     def trim(self) -> None:
-        """Returns freed memory to the system: glibc keeps blocks of some MiB, and packing weights frees one per
-        tensor."""
+        """Returns unused memory of the allocator to the system: glibc keeps freed blocks of some MiB, and packing
+        weights frees one per tensor."""
         trim_heap()
 
     def share(self, num_bytes: int) -> SharedMemory:
@@ -160,27 +164,28 @@ class CpuDevice:
         return map_pool(descriptor, export.num_bytes)
 
     def finish(self) -> None:
-        """Returns at once: an op returns when it is done."""
+        """Returns at once: ops return when they are done."""
 
     # ---- asynchronous work: there is none
 
     def send(self, arrays: Sequence[npt.NDArray[np.generic]]) -> tuple[Tensor, ...]:
-        """Tensors over the arrays' own memory."""
+        """Returns tensors over the arrays' own memory, not copies."""
         return tuple(torch.from_numpy(array) for array in arrays)
 
     def fetch(self, tensors: Sequence[Tensor]) -> Fetch:
         return _Copies(tuple(tensor.numpy().copy() for tensor in tensors))
 
     def mark(self) -> Mark:
-        """A mark that is done at once."""
+        """Returns a mark that is done."""
         return _Moment(time.monotonic())
 
     def capture(self, launch: Callable[[], None]) -> Graph:
-        """Runs `launch` once; a replay calls it again."""
+        """Runs `launch` once. A replay of the result calls it again."""
         launch()
         return _Calls(launch)
 
     def capture_pieces(self, launch: Callable[[Cut], None]) -> tuple[Graph, ...]:
+        """Returns one graph, as `capture`: cuts do nothing."""
         return (self.capture(partial(launch, _no_cut)),)
 
     def peak_bytes(self, job: Callable[[], None]) -> int | None:
@@ -191,17 +196,22 @@ class CpuDevice:
 
 @dataclass(frozen=True, slots=True)
 class _Copies:
+    """A `Fetch` whose copies are already made."""
+
     arrays: tuple[npt.NDArray[np.generic], ...]
 
     def result(self) -> tuple[npt.NDArray[np.generic], ...]:
         return self.arrays
 
 
-def _no_cut() -> None: ...
+def _no_cut() -> None:
+    """Does nothing: the `Cut` of a launch that is captured as one graph."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Moment:
+    """A `Mark` that is done. at_s: monotonic time when it was made."""
+
     at_s: float
 
     def is_done(self) -> bool:
@@ -216,12 +226,15 @@ class _Moment:
 
 @dataclass(slots=True)
 class _Calls:
+    """A `Graph` whose replay calls the launch again."""
+
     replay: Callable[[], None]
     num_bytes: int = 0
 
 
 def usable_cores() -> int:
-    """Cores that this process may use, by its affinity and its container's quota."""
+    """Number of cores that this process may use, at least 1: those of its affinity, or its container's CPU quota,
+    rounded, if that is less."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = (_CGROUP / "cpu.max").read_text().split()
@@ -231,6 +244,7 @@ def usable_cores() -> int:
 
 
 def _cgroup_number(file: str) -> int | None:
+    """The number in a file of the container's cgroup; None without a container or a limit."""
     try:
         return int((_CGROUP / file).read_text())
     except (OSError, ValueError):  # no such container, or the word "max"
@@ -238,6 +252,7 @@ def _cgroup_number(file: str) -> int | None:
 
 
 def _inactive_file_bytes() -> int:
+    """Bytes of the container's page cache that the kernel reclaims first; 0 if unknown."""
     try:
         lines = (_CGROUP / "memory.stat").read_text().splitlines()
     except OSError:

@@ -28,7 +28,11 @@ Form = tuple[Any, ...]  # arguments of the extension for a packed weight, withou
 
 
 class NativeLinear:
-    """A `PackedLinear` in the kernels' layout, about the size of the original. `dtype`: of the x that it multiplies."""
+    """A `PackedLinear` of floats in the kernels' layout, about the size of the original.
+
+    A float32 weight is rounded for 16-bit x, a 16-bit weight is not widened. `dtype`: of the x that it multiplies.
+    `data`: the packed bytes, uint8. `form`: describes them to the extension.
+    """
 
     __slots__ = ("bias", "data", "dtype", "form", "handle", "num_in", "num_out")
 
@@ -46,8 +50,11 @@ class NativeLinear:
 
     @classmethod
     def from_packed(cls, form: Form, data: Tensor, bias: Tensor | None) -> NativeLinear:
-        """Returns a weight over bytes that were packed before, without a copy. form, bias: those of the packed weight;
-        data: uint8 that begins with its `data`. Raises ValueError if the bytes are too few or not aligned."""
+        """Returns a weight over bytes that were packed before, without a copy.
+
+        form, bias: those of the packed weight. data: uint8, which begins with its `data`. Raises ValueError if these
+        are too few bytes or not aligned to 64.
+        """
         result = cls.__new__(cls)
         result._keep(form, _part(data, _C.packed_bytes(*form[:3])), bias)
         return result
@@ -65,7 +72,8 @@ class NativeLinear:
 
 
 class NativeQuantizedLinear:
-    """A `PackedLinear` in 8, 6 or 4 bits in the kernels' layout; products take x of any compute dtype."""
+    """A `PackedLinear` in 8, 6 or 4 bits in the kernels' layout; x may have any compute dtype. Fields as of
+    `NativeLinear`."""
 
     __slots__ = ("bias", "data", "form", "handle", "num_in", "num_out")
 
@@ -83,7 +91,7 @@ class NativeQuantizedLinear:
 
     @classmethod
     def from_packed(cls, form: Form, data: Tensor, bias: Tensor | None) -> NativeQuantizedLinear:
-        """Returns a weight over packed bytes, as `NativeLinear.from_packed`."""
+        """Returns a weight over packed bytes; parameters and errors as of `NativeLinear.from_packed`."""
         result = cls.__new__(cls)
         result._keep(form, _part(data, _C.quantized_bytes(*form)), bias)
         return result
@@ -102,6 +110,7 @@ class NativeQuantizedLinear:
 def pack_linear(
     weight: Tensor | QuantizedWeight, bias: Tensor | None = None, rows: torch.dtype | None = None
 ) -> PackedLinear:
+    """`Ops.pack_linear`."""
     if isinstance(weight, QuantizedWeight):
         return NativeQuantizedLinear(weight, bias)
     return NativeLinear(weight, bias, rows)
@@ -115,6 +124,7 @@ def linear(
     residual: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
+    """`Ops.linear`."""
     assert isinstance(weight, NativeLinear | NativeQuantizedLinear)
     dtype = weight.dtype if isinstance(weight, NativeLinear) else x.dtype
     rows, stride = checks.check_rows("x", x, weight.num_in, dtype)
@@ -138,6 +148,7 @@ def linear(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`Ops.rms_norm`."""
     if x.dim() == 3:
         stride, head_stride = checks.check_strided_heads("x", x, weight.shape[-1])
         tokens, heads, columns = x.shape
@@ -154,7 +165,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns (rms_norm(x + residual), x + residual). Overwrites a contiguous `residual` with the sum."""
+    """`Ops.add_rms_norm`. Overwrites `residual` with the sum if it is contiguous."""
     columns = x.shape[-1]
     rows, stride = checks.check_rows("x", x, weight.shape[-1], x.dtype)
     _, residual_stride = checks.check_rows("residual", residual, columns, x.dtype, rows)
@@ -167,6 +178,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """`Ops.layer_norm`; weight and bias of x's dtype."""
     columns = x.shape[-1]
     rows, stride = checks.check_rows("x", x, weight.shape[-1], x.dtype)
     checks.check_norm_weight(weight, x, wide=False)
@@ -178,6 +190,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def act_and_mul(gate_up: Tensor, act: Activation) -> Tensor:
+    """`Ops.act_and_mul`."""
     both = gate_up.shape[-1]
     rows, stride = checks.check_rows("gate_up", gate_up, both, gate_up.dtype)
     if both % 2 or both == 0:
@@ -189,6 +202,7 @@ def act_and_mul(gate_up: Tensor, act: Activation) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`Ops.rotate`."""
     stride, head_stride, cos_stride, sin_stride = checks.check_rotate(x, cos, sin)
     tokens, heads, dim = x.shape
     out = torch.empty((tokens, heads, dim), dtype=x.dtype)
@@ -198,6 +212,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _activation_code(act: str) -> int:
+    """The extension's number of an activation. Raises ValueError for an unknown one."""
     code = ACTIVATION_CODES.get(act)
     if code is None:
         raise ValueError(f"act: expected one of {', '.join(ACTIVATION_CODES)}, got {act!r}")
@@ -205,7 +220,7 @@ def _activation_code(act: str) -> int:
 
 
 def aligned(num_bytes: int) -> Tensor:
-    """Allocates uninitialised uint8 [num_bytes] at the begin of a cache line."""
+    """Allocates uninitialised uint8 [num_bytes], aligned to a cache line (64 bytes)."""
     # numpy asks for huge pages from 4 MiB on, which are read faster; torch does not.
     memory = torch.from_numpy(np.empty(num_bytes + _ALIGNMENT, dtype=np.uint8))
     offset = -memory.data_ptr() % _ALIGNMENT
@@ -213,8 +228,8 @@ def aligned(num_bytes: int) -> Tensor:
 
 
 class _Memory:
-    """An allocator for packed weights. Small ones share pieces of 32 MiB, which get huge pages: weights are read once a
-    step, a quarter faster from these. A piece is freed with the last of its weights. Thread-safe."""
+    """An allocator for packed weights. Those below 4 MiB share pieces of 32 MiB, so that they lie in huge pages too,
+    from which a step reads weights a quarter faster. A piece is freed with the last of its weights. Thread-safe."""
 
     _PIECE = 32 << 20
     _LARGE = 4 << 20
@@ -224,6 +239,7 @@ class _Memory:
         self._lock = threading.Lock()
 
     def allocate(self, num_bytes: int) -> Tensor:
+        """Returns uninitialised uint8 [num_bytes], aligned to a cache line."""
         if num_bytes >= self._LARGE:
             return aligned(num_bytes)
         size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
@@ -238,7 +254,8 @@ _MEMORY = _Memory()
 
 
 def _padded_bias(bias: Tensor | None, num_out: int) -> Tensor | None:
-    """The bias as float32, zero-padded to a multiple of 32 (whole panels)."""
+    """Copies the bias to float32, zero-padded to a multiple of 32 outputs (whole panels of the kernels); None for
+    None."""
     if bias is None:
         return None
     padded = torch.zeros(-(-num_out // 32) * 32, dtype=torch.float32)
@@ -247,10 +264,12 @@ def _padded_bias(bias: Tensor | None, num_out: int) -> Tensor | None:
 
 
 def _part(data: Tensor, num_bytes: int) -> Tensor:
+    """The first `num_bytes` of data. Raises ValueError if there are fewer, or they are not aligned to a cache line."""
     if data.nbytes < num_bytes or data.data_ptr() % _ALIGNMENT:
         raise ValueError(f"data: expected {num_bytes} bytes aligned to {_ALIGNMENT}, got {data.nbytes}")
     return data[:num_bytes]
 
 
 def _address(tensor: Tensor | None) -> int:
+    """The tensor's address, 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()

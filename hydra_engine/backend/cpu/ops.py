@@ -41,7 +41,8 @@ _NO_ADDRESS = 0
 
 
 def desc_arguments(cache: PagedCache) -> tuple[int, int, int, int, int, int, int, int]:
-    """Arguments of the extension's cache descriptor."""
+    """Returns the arguments of the extension's cache descriptor: address, N, L, X, S, H, D and the code of the
+    `row_dtype`. Raises ValueError for a cache that `check_new_cache` refuses."""
     checks.check_new_cache(cache)
     data = cache.data
     num_blocks, num_layers, num_tensors, block_size, num_heads, head_dim = data.shape
@@ -50,12 +51,14 @@ def desc_arguments(cache: PagedCache) -> tuple[int, int, int, int, int, int, int
 
 
 class CacheOps:
-    """The cache ops of `Ops`; one `_C.CacheDesc` per cache, made at first use and dropped with its tensor."""
+    """The cache ops of `Ops`. The descriptor of a cache (`_C.CacheDesc`) is made at first use and dropped with the
+    cache's `data`."""
 
     def __init__(self) -> None:
         self._descs: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
 
     def desc(self, cache: PagedCache) -> Any:
+        """Returns the descriptor of the cache, made at the first call. Raises ValueError as `desc_arguments`."""
         key = id(cache.data)
         entry = self._descs.get(key)
         if entry is None:
@@ -107,6 +110,7 @@ class CacheOps:
         desc.merge(plane, slots.data_ptr(), rows.data_ptr(), count, hidden.data_ptr(), hidden.shape[0], plane > 0)
 
     def gather_cache(self, cache: PagedCache, layer: int, index: int, slots: Tensor) -> Tensor:
+        """`Ops.gather_cache`; of a quantized cache in plain torch."""
         if cache.scales is not None:
             return ReferenceOps().gather_cache(cache, layer, index, slots)
         desc = self.desc(cache)
@@ -130,11 +134,12 @@ class StateOps:
 
     @staticmethod
     def plan_states(rows: StateRows) -> StateRows:
-        """Returns `rows`: CPU kernels read them directly."""
+        """Returns `rows`, unchecked: kernels read and check them when they run."""
         return rows
 
     @staticmethod
     def plan_decode_states(starts: Tensor, read_slots: Tensor, write_slots: Tensor) -> StateRows:  # noqa: ARG004
+        """Raises ValueError: these ops check slots on the host."""
         raise ValueError("plan_decode_states: expected ops that plan on the device; these check slots on the host")
 
     @staticmethod
@@ -195,6 +200,7 @@ class StateOps:
 
 
 def _rows(rows: StateRows, tokens: int, states: Tensor, layer: int) -> _Rows:
+    """The extension's argument for the rows of a step and where their states are: four addresses, B, T, N, L, layer."""
     return (
         rows.cu_q.data_ptr(),
         rows.starts.data_ptr(),
@@ -209,10 +215,11 @@ def _rows(rows: StateRows, tokens: int, states: Tensor, layer: int) -> _Rows:
 
 
 class SamplingOps:
-    """The sampling ops of `Ops`, multithreaded over rows (csrc/cpu/sampling).
+    """The sampling ops of `Ops`, multithreaded over rows (csrc/cpu/sampling), computed in float64.
 
-    Computed in float64, with the rules of worker/language/sampler.py. Logits are float32 or float64, and results that
-    are logits have their dtype: the caller chooses float64 where adjusted logits must not be rounded."""
+    Logits are float32, or float64 where adjusted logits must not be rounded: `adjust_logits` and `score_tokens` take
+    either and return its dtype, `sample` takes float64 if the columns of `sampling` are, `best_tokens` float32 alone.
+    """
 
     @staticmethod
     def best_tokens(logits: Tensor) -> Tensor:
@@ -269,6 +276,7 @@ class SamplingOps:
 
 
 def _described(logits: Tensor) -> tuple[int, int, int, int, bool]:
+    """The extension's arguments for logits: address, row stride, B, V, and True for float64."""
     return logits.data_ptr(), logits.stride(0), *logits.shape, logits.dtype is torch.float64
 
 
@@ -302,9 +310,11 @@ class NativeOps(CacheOps, StateOps, SamplingOps, ComposedOps):
         return AttentionPlan(cu_q, num_context, block_tables, native.max_q, native.max_context, native)
 
     def plan_decode(self, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
+        """Raises ValueError: these ops divide work on the host."""
         raise ValueError("plan_decode: expected ops that plan on the device; these divide work on the host")
 
     def plan_mixed(self, rows: MixedRows, num_tokens: int, max_prompts: int) -> AttentionPlan:
+        """Raises ValueError: these ops divide work on the host."""
         raise ValueError("plan_mixed: expected ops that plan on the device; these divide work on the host")
 
     def attention_paged(self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:
@@ -315,9 +325,11 @@ class NativeOps(CacheOps, StateOps, SamplingOps, ComposedOps):
         return out
 
     def plan_packed(self, cu_seqlens: Tensor, max_length: int) -> PackedPlan:
+        """Raises ValueError: these ops divide work on the host."""
         raise ValueError("plan_packed: expected ops that plan on the device; these divide work on the host")
 
     def attention_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float) -> Tensor:
+        """`Ops.attention_packed`. Raises ValueError for a `PackedPlan`."""
         if isinstance(cu_seqlens, PackedPlan):
             raise ValueError("cu_seqlens: expected numbers, got a plan of other ops")
         checks.check_packed(q, k, v, cu_seqlens)
@@ -329,7 +341,7 @@ class NativeOps(CacheOps, StateOps, SamplingOps, ComposedOps):
 
 
 def _choice(op: str, level: str) -> tuple[str, str]:
-    """Returns (implementation, reason) of an op on a CPU of this level."""
+    """Returns (implementation, reason) of an op on a CPU of instruction level `level`, a result of `_C.isa`."""
     if op in _COPIES:
         return "native", "copies bytes, the same on every processor"
     if level == "amx" and op not in _MATRIX_PRODUCTS:
@@ -343,7 +355,8 @@ def _choice(op: str, level: str) -> tuple[str, str]:
 
 
 def _quantized_products(level: str) -> str:
-    """The instruction sets that csrc/cpu/quantized chooses."""
+    """Names of the instruction sets that multiply quantised weights at this instruction level, as csrc/cpu/quantized
+    chooses them."""
     features = _C.cpu_features()
     if level not in ("avx512", "avx512bf16", "amx") or "avx512_vnni" not in features:
         return "avx2" if level != "scalar" else level

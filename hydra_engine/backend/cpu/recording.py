@@ -32,22 +32,27 @@ _NEW = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)
 
 
 class _StepRecording(NamedTuple):
-    """A recording with the tensors that its calls read and write."""
+    """A recording of native calls, with the tensors that they read and write, which must stay alive."""
 
     calls: _C.Recording
     angles: Tensor
     cache: PagedCache
     step: StepInputs
-    inputs: tuple[Tensor, ...]  # of `_inputs`
+    inputs: tuple[Tensor, ...]  # copies of `_inputs`, which calls read
     result: Tensor
 
     def matches(self, angles: Tensor, cache: PagedCache, step: StepInputs) -> bool:
+        """True if the recording was made with these very angles and caches, whose addresses it contains."""
         same = self.angles is angles and self.cache is cache
         return same and _state_cache(self.step) is _state_cache(step)
 
 
 class RecordedDecode:
-    """The result of `Ops.recorded`: replays the decode step. For one lane."""
+    """The result of `Ops.recorded`: the decode step, recorded at the first call with a number of rows, then replayed.
+
+    Calls `decode` itself for more than MAX_ROWS rows or none, and always once a recording has failed because torch
+    computes a part. Logits are valid until the next call. Not thread-safe: only one lane may call it.
+    """
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
@@ -72,6 +77,10 @@ class RecordedDecode:
     def _record(
         self, token_ids: Tensor, positions: Tensor, angles: Tensor, cache: PagedCache, step: StepInputs
     ) -> Tensor:
+        """Runs the step on copies of its inputs while its calls are recorded. Returns its logits.
+
+        If torch would compute a part, nothing is kept, this object records no more, and the step runs unrecorded.
+        """
         inputs = tuple(tensor.clone() for tensor in _inputs(token_ids, positions, step))
         own_ids, own_positions, slots, *rows = inputs
         states = None
@@ -99,7 +108,8 @@ class RecordedDecode:
 
 
 def _inputs(token_ids: Tensor, positions: Tensor, step: StepInputs) -> tuple[Tensor, ...]:
-    """Tensors that differ from step to step, except for the attention plan."""
+    """The tensors that a replay copies because they differ from step to step, int64 [B] each: ids, positions, slots,
+    and starts and slots of recurrent states. Raises ValueError for another shape or dtype."""
     inputs: tuple[Tensor, ...] = token_ids, positions, step.slots
     if step.states is not None:
         rows = step.states.rows
@@ -114,14 +124,15 @@ def _state_cache(step: StepInputs) -> StateCache | None:
 
 
 class _NotRecordableError(Exception):
-    """Raised if torch itself would compute something, which a replay would miss."""
+    """Raised while recording if torch itself would compute something, which a replay would miss."""
 
 
 class _Recorder(TorchDispatchMode):
-    """A dispatch mode while calls are recorded.
+    """A dispatch mode of torch, active while calls are recorded.
 
-    Gives new tensors recording memory; lets views pass; computes natively rows of tables (embeddings, angles), casts
-    from 16 bits and joins of columns (parts of a weight); raises on everything else that torch would compute.
+    New tensors get memory of the recording; views are left to torch; rows of tables (embeddings, angles), casts from 16
+    bits to float32 and concatenations of columns (parts of a weight) are computed by the extension, and so recorded.
+    Raises _NotRecordableError for everything else that torch would compute.
     """
 
     def __init__(self, memory: _Memory) -> None:
@@ -154,7 +165,7 @@ class _Recorder(TorchDispatchMode):
         return found
 
     def _taken(self, table: Tensor, dim: int, ids: Tensor) -> Tensor:
-        """Computes `index_select` of a matrix's rows."""
+        """Computes `index_select` of rows of a contiguous matrix. Raises _NotRecordableError for any other."""
         if dim != 0 or table.dim() != 2 or not table.is_contiguous():
             raise _NotRecordableError("an index of other than rows")
         taken = self._memory.empty_like(table.new_empty((checks.check_indices("ids", ids), table.shape[1])))
@@ -163,7 +174,8 @@ class _Recorder(TorchDispatchMode):
         return taken
 
     def _widened(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Casts 16-bit floats to float32."""
+        """Casts contiguous 16-bit floats to float32; a tensor of `dtype` is returned as it is. Raises
+        _NotRecordableError for any other cast."""
         if dtype is tensor.dtype:
             return tensor
         if dtype is not torch.float32 or tensor.dtype not in _HALVES or not tensor.is_contiguous():
@@ -173,7 +185,8 @@ class _Recorder(TorchDispatchMode):
         return widened
 
     def _joined(self, parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-        """Computes torch.cat of matrices [T, C] of one dtype along columns."""
+        """Computes torch.cat of matrices [T, C] of one dtype along columns. Raises _NotRecordableError for any
+        other."""
         first = parts[0]
         if dim != 1 or any(part.dim() != 2 or part.stride(1) != 1 or part.dtype is not first.dtype for part in parts):
             raise _NotRecordableError("a joint of other than columns")
@@ -186,14 +199,15 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Memory:
-    """An allocator of tensors inside a recording. A freed tensor's memory is reused by later ones, as in the steps
-    themselves."""
+    """An allocator of the tensors that recorded calls read and write. The memory of a freed tensor is used again by
+    later ones, of other recordings too; none is returned to the system before this object dies."""
 
     def __init__(self) -> None:
         self._pieces: dict[int, Tensor] = {}  # by address
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)  # by size, a power of two
 
     def empty_like(self, tensor: Tensor) -> Tensor:
+        """Allocates an uninitialised contiguous tensor of this shape and dtype."""
         size = 1 << max(tensor.nbytes - 1, 63).bit_length()
         free = self._free[size]
         if not free:
@@ -204,14 +218,15 @@ class _Memory:
         return torch.from_numpy(lent)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     def reclaim(self, tensor: Tensor) -> Tensor:
-        """Returns the tensor over the same bytes, without keeping them from reuse: valid until the next replay."""
+        """Returns a tensor over the same bytes that does not keep them from reuse: its contents are valid until the
+        next replay or recording. tensor: a result of `empty_like`."""
         piece = self._pieces[tensor.data_ptr()]
         return piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 class _Lent:
-    """Memory lent to a numpy array, which keeps this object; returned to `home` when the last tensor over it is
-    gone."""
+    """Memory for a numpy array, which keeps this object alive; `piece` is appended to `home` when the last tensor over
+    it is gone."""
 
     def __init__(self, piece: Tensor, home: list[Tensor]) -> None:
         self._piece, self._home = piece, home

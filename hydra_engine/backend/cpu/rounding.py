@@ -21,11 +21,13 @@ _GROUP = 32  # inputs that share a scale, in 4 bits
 
 
 class _Blocks(NamedTuple):
+    """A type of ggml blocks, and the format that its blocks are unpacked to."""
+
     code: int  # of the extension
-    num_bytes: int
+    num_bytes: int  # of a block, as all that follow
     num_values: int
     num_groups: int
-    num_bits: int
+    num_bits: int  # of a value, unpacked
     block_scales: int = 0  # float16 scales of a block: 1, or 2 with offsets; 0: its groups have float16 scales
 
 
@@ -39,10 +41,11 @@ GGML_TYPES = {
 
 
 def rounded_matrix(weight: Tensor, num_bits: int) -> QuantizedWeight:
-    """Quantises weight [N, K] of a float type, on the CPU. 8 bits: one scale per row; 4 bits: one per 32 inputs.
+    """Quantises weight [num_out, K] of a float type, on the CPU: to 8 bits with one scale per row, to 4 bits with one
+    per 32 inputs.
 
-    Scales have the weight's dtype if that has 16 bits, else float32. With 4 bits K must be a multiple of 32. Raises
-    ValueError for another shape.
+    Scales have the weight's dtype if that has 16 bits, else float32. Raises ValueError with 4 bits if K is no multiple
+    of 32.
     """
     weight = (weight if weight.dtype in DTYPE_CODES else weight.float()).contiguous()
     num_out, num_in = weight.shape
@@ -55,9 +58,9 @@ def rounded_matrix(weight: Tensor, num_bits: int) -> QuantizedWeight:
 
 
 def decoded_blocks(data: Tensor, kind: str, rows: int) -> QuantizedWeight:
-    """Unpacks ggml blocks: `data` uint8 [bytes] contiguous, of `rows` rows, of type `kind`, a key of GGML_TYPES.
+    """Unpacks the ggml blocks of a weight with `rows` outputs: `data`, uint8 [bytes] contiguous on the CPU.
 
-    Raises ValueError unless blocks are whole and their number is the same in each row.
+    kind: a key of GGML_TYPES. Raises ValueError unless blocks are whole and their number is the same in each row.
     """
     form = GGML_TYPES[kind]
     if data.numel() % (rows * form.num_bytes):

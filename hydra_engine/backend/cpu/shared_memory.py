@@ -2,8 +2,8 @@
 
 The memory is an unnamed file (memfd), reached by descriptors only: it is in no folder, a killed owner leaves nothing
 behind, and a process that has mapped it can read it as long as it likes. It is sealed against changes of its size,
-which would kill its readers, and, if the kernel supports it, against new writers. Memory is unmapped with the last
-tensor over it, never earlier. Does not know caches or blocks, nor how descriptors travel.
+which would kill its readers, and, unless peers may write, against new writers if the kernel supports it. Memory is
+unmapped with the last tensor over it, never earlier. Does not know caches or blocks, nor how descriptors travel.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class SharedPool:
     handle = b""
 
     def __init__(self, num_bytes: int, *, peers_write: bool = False) -> None:
-        """Creates the pool. peers_write: peers may map it writable too. Raises ResourceError if the system has no such
-        memory."""
+        """Creates the pool. peers_write: peers may map it writable too. Raises ResourceError if the system refuses, but
+        not if pages are missing later; ValueError for a size below 1."""
         if num_bytes <= 0:
             raise ValueError(f"num_bytes: expected a positive size, got {num_bytes}")
         self.num_bytes = num_bytes
@@ -71,7 +71,7 @@ class SharedPool:
         return torch.frombuffer(self._map, dtype=torch.uint8)  # it keeps the mapping
 
     def close(self) -> None:
-        """Closes the descriptor at once; the memory is freed when no tensor and no peer uses it."""
+        """Closes the descriptor at once; the memory is freed when no tensor and no peer uses it. Idempotent."""
         self._map = None
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
@@ -79,7 +79,8 @@ class SharedPool:
 
 
 class MappedPool:
-    """`PeerMemory` of backend/device.py, made by `map_pool`. Writing to its tensor ends the process."""
+    """`PeerMemory` of backend/device.py, made by `map_pool`. Writing to its tensor ends the process (SIGSEGV), except in a
+    mapping with PROT_WRITE."""
 
     def __init__(self, mapping: mmap.mmap) -> None:
         self._map: mmap.mmap | None = mapping
@@ -90,13 +91,13 @@ class MappedPool:
         return torch.from_numpy(np.asarray(_Window(self._map)))
 
     def close(self) -> None:
-        """Drops the mapping; it is unmapped with the last tensor over it."""
+        """Closes the pool: no further tensors. It is unmapped with the last tensor over it. Idempotent."""
         self._map = None
 
 
 class _Window:
-    """Read-only bytes, declared writable to numpy: torch has no read-only tensors and warns about each such array. The
-    array keeps this object, which keeps the mapping."""
+    """An array interface over a mapping, declared writable whether it is or not: torch has no read-only tensors and
+    warns about each read-only array. The array keeps this object, which keeps the mapping."""
 
     def __init__(self, mapping: mmap.mmap) -> None:
         self._map = mapping
@@ -110,9 +111,10 @@ class _Window:
 
 
 def map_pool(descriptor: int, num_bytes: int, prot: int = mmap.PROT_READ) -> MappedPool:
-    """Maps a peer's pool, to be read only, whatever `prot` allows. The descriptor stays the caller's.
+    """Maps a peer's pool. It must not be written, even if `prot` allows that. The caller closes the descriptor.
 
-    Raises TransferError unless it is a memfd of exactly `num_bytes`, sealed against any change of its size.
+    Raises TransferError unless it is a memfd of exactly `num_bytes`, sealed against any change of its size, that can be
+    mapped.
     """
     try:
         size = os.fstat(descriptor).st_size
@@ -130,6 +132,8 @@ def map_pool(descriptor: int, num_bytes: int, prot: int = mmap.PROT_READ) -> Map
 
 
 def _seal(descriptor: int, *, peers_write: bool) -> None:
+    """Seals a memfd against changes of its size and further seals, and, unless `peers_write`, against new writable
+    mappings if the kernel supports it. Raises OSError."""
     writers = 0 if peers_write else _FUTURE_WRITE
     try:
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS | _FINAL | writers)
@@ -141,18 +145,19 @@ def _seal(descriptor: int, *, peers_write: bool) -> None:
 
 
 class _Words:
-    """An array of 64-bit words in a pool."""
+    """An array of 64-bit words in a pool, which it closes."""
 
     def __init__(self, memory: SharedPool | MappedPool) -> None:
         self._memory = memory
         self._bytes: Tensor | None = memory.tensor()
 
     def close(self) -> None:
-        """Unmaps the words. Idempotent."""
+        """Closes the pool; `store` and `load` raise ValueError from then on. Idempotent."""
         self._bytes = None
         self._memory.close()
 
     def _address(self, slot: int) -> int:
+        """The address of a word. Raises ValueError if there is none or the words are closed."""
         words = self._bytes
         if words is None:
             raise ValueError("slot: the control words are closed")
@@ -164,11 +169,13 @@ class _Words:
 class ControlWords(_Words):
     """64-bit words that this process writes and its peers read, zero at first.
 
-    Release order: a peer that sees a byte written after `store`, and then loads the word, sees the stored word.
+    Order: a peer that has read a byte which this thread wrote after a `store`, and then loads the word, sees the stored
+    word or a later one. So a word that declares blocks invalid is stored before they are overwritten.
     """
 
     def __init__(self, num_words: int) -> None:
-        """Creates the words. Raises ResourceError without memory, BackendError if ordered stores are not available."""
+        """Creates the words. Raises ResourceError if the system has no memory, BackendError on other processors than
+        x86 without the native extension, which orders the accesses."""
         self._store = _accessors()[0]
         self.num_words = num_words
         self._pool = SharedPool(num_words * WORD_BYTES)
@@ -179,23 +186,27 @@ class ControlWords(_Words):
         return self._pool.descriptor
 
     def store(self, slot: int, word: int) -> None:
+        """Stores a word before all later writes of this thread (a full fence). Raises ValueError for a wrong slot."""
         self._store(self._address(slot), word)
 
 
 class PeerWords(_Words):
+    """A peer's `ControlWords`, mapped to be read."""
+
     def __init__(self, descriptor: int, num_words: int) -> None:
         """Maps a peer's words. Raises TransferError as `map_pool`, and BackendError as `ControlWords`."""
         self._load = _accessors()[1]
         super().__init__(map_pool(descriptor, num_words * WORD_BYTES))
 
     def load(self, slot: int) -> int:
-        """Loads a word, ordered after all earlier reads of this thread, and of threads that it has synchronised
-        with."""
+        """Loads a word after all earlier reads of this thread, and of threads that it has waited for. Raises ValueError
+        for a wrong slot."""
         return self._load(self._address(slot))
 
 
 def _accessors() -> tuple[Callable[[int, int], None], Callable[[int], int]]:
-    """Returns (store, load) of the extension; without it plain ones on x86, which keeps program order."""
+    """Returns (store, load) of the extension; without it plain ones on x86, which keeps the order that `ControlWords`
+    needs. Raises BackendError on other processors."""
     try:
         from hydra_engine import _C
     except ImportError:
@@ -208,11 +219,12 @@ def _accessors() -> tuple[Callable[[int, int], None], Callable[[int], int]]:
 
 
 def _plain_store(address: int, word: int) -> None:
-    """Stores 8 aligned bytes: one store, which plain stores that follow do not overtake. Streaming stores could, but
-    the threads that make them get their work through locks, which order them after this store."""
+    """Stores 8 aligned bytes at once; on x86 plain stores that follow do not overtake it. Streaming stores could, but
+    threads that make them get their work through locks, which order them after this store."""
     ctypes.c_uint64.from_address(address).value = word
 
 
 def _plain_load(address: int) -> int:
-    """Loads in program order; threads that copied have been joined by then."""
+    """Loads 8 aligned bytes at once, on x86 after all earlier loads of this thread; threads that copied must have been
+    waited for."""
     return ctypes.c_uint64.from_address(address).value

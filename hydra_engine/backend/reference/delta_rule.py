@@ -1,12 +1,8 @@
 """The gated delta rule and its causal convolution over packed rows of requests, in plain torch with float32 sums.
 
-Walks token by token, so a token's result depends on its own request alone, not on prompt chunks or other rows. Does not
-know weights or schedulers.
-
-Formulas (Yang, Kautz, Hatamizadeh: Gated Delta Networks, section 3.1). State S [Dk, Dv] of a head; for a token with key
-k, query q, both of length 1, value v, decay d and strength b:
-
-    S = d S;    S = S + k (b (v - S^T k))^T;    out = S^T q / sqrt(Dk)
+Walks token by token, so a token's result depends on its own request alone, not on prompt chunks or other rows. The
+recurrence (Yang, Kautz, Hatamizadeh: Gated Delta Networks, section 3.1) is in `Ops.delta_rule`. Does not know weights
+or schedulers.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ _PIECE = 1 << 14  # elements: a multiple of any vector width, and few enough for
 
 
 def causal_conv(x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
-    """silu(sum over j of weight[:, j] * x[t - K + 1 + j]); see `Ops.causal_conv`."""
+    """`Ops.causal_conv`, without checks. A row whose write slot is negative stores no state."""
     states, taps = cache.conv, weight.shape[1]
     before = taps - 1
     bounds, starts, read_slots, write_slots = rows.lists()
@@ -49,10 +45,8 @@ def causal_conv(x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: 
 
 
 def delta_rule(inputs: DeltaInputs, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
-    """The gated delta rule, token by token, all heads at once; see `Ops.delta_rule`.
-
-    d = exp(-exp(rates) softplus(a + shift)); b = sigmoid(b), rounded.
-    """
+    """`Ops.delta_rule`, without checks, all heads of a token at once. A row whose write slot is negative stores no
+    state."""
     q, k, v, a, b, rates, shift = inputs
     group = v.shape[1] // k.shape[1]
     q, k = (_unit(x).repeat_interleave(group, dim=1) for x in (q, k))
@@ -75,13 +69,13 @@ def delta_rule(inputs: DeltaInputs, cache: StateCache, layer: int, rows: StateRo
 
 
 def _unit(x: Tensor) -> Tensor:
-    """x in float32, scaled to length 1."""
+    """x in float32, divided by its length over the last dimension; LENGTH_EPS keeps zeros finite."""
     wide = x.float()
     return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + LENGTH_EPS)
 
 
 def by_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Returns function(x), element by element, in pieces of one size that no two threads share.
+    """Returns function(x), an element-wise function, computed on the CPU in pieces of one size, each by one thread.
 
     On a CPU torch computes exp and the like with vectors, but the rest of a thread's share with scalars, and the two
     differ in the last bit: an element's value would depend on the size of the call.

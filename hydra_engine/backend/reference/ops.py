@@ -46,13 +46,14 @@ from hydra_engine.backend.reference.sampling import adjust_logits, best_tokens, 
 def concat_linear(
     linear: Callable[[Tensor, PackedLinear], Tensor], x: Tensor, weights: Sequence[PackedLinear]
 ) -> Tensor:
+    """Returns linear(x, weight) of all weights, concatenated along outputs: [T, sum of num_out]."""
     if len(weights) == 1:
         return linear(x, weights[0])
     return torch.cat([linear(x, part) for part in weights], dim=1)
 
 
 class ComposedOps:
-    """A base class that computes the fused ops of `Ops` by the single ones."""
+    """A base class that computes the fused ops of `Ops` by its plain ones, and `pixel_rows` in torch."""
 
     width_step = 1
 
@@ -104,9 +105,9 @@ _KEY_TILE = 128  # keys per step of the running softmax, aligned to position 0
 def causal(q: Tensor, keys: Tensor, values: Tensor, first_position: int, scale: float) -> Tensor:
     """Causal attention of one request by a running softmax over key tiles: [Q, Hq, D] float32.
 
-    q: [Q, Hq, D] at positions first_position + i; keys, values: [Hkv, context, D] float32. A tile that is masked for a
-    query leaves its result unchanged, bit for bit (weights 0, rescaling factor 1), so queries may share a call with
-    others that see more.
+    q: [Q, Hq, D], query i at position first_position + i; keys, values: [Hkv, context, D] float32. A tile that is
+    masked for a query leaves its result unchanged, bit for bit (weights 0, rescaling factor 1), so queries may share a
+    call with others that attend to more keys.
     """
     num_queries, num_heads, dim = q.shape
     group = num_heads // keys.shape[0]
@@ -135,12 +136,13 @@ def causal(q: Tensor, keys: Tensor, values: Tensor, first_position: int, scale: 
 
 
 def tiles(count: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yields [begin, end) of tiles of `size`, the last one shorter."""
+    """Yields (begin, end) of tiles of `size` in `count` rows; the last one may be shorter."""
     return ((begin, min(begin + size, count)) for begin in range(0, count, size))
 
 
 def padded(rows: Tensor, count: int) -> Tensor:
-    """Copies `rows` as float32 to fresh memory of `count` rows, so that torch sees one shape and one alignment."""
+    """Copies `rows` as float32 to new memory of `count` rows, zero-padded, so that torch always gets one shape and one
+    alignment."""
     padded = torch.zeros((count, *rows.shape[1:]), dtype=torch.float32)
     padded[: rows.shape[0]] = rows
     return padded
@@ -171,7 +173,7 @@ _LINEAR_ROWS = 32  # rows per matrix product
 
 
 class QuantizedLinear:
-    """A `PackedLinear` with a quantised weight, unchanged, and its bias in float32."""
+    """A `PackedLinear` with a quantised weight, unchanged, and a float32 copy of the bias."""
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
         checks.check_bias(bias, weight.num_out)
@@ -185,7 +187,7 @@ class QuantizedLinear:
 
 
 class PlainLinear:
-    """A `PackedLinear` with weight [num_out, K] and bias in `dtype`, not repacked."""
+    """A `PackedLinear` with contiguous weight [num_out, K] and bias in `dtype`, copied only if they are not that."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         checks.check_linear(weight, bias)
@@ -199,7 +201,7 @@ class PlainLinear:
 
 
 class ReferenceOps(ComposedOps):
-    """`Ops` of backend/base.py in plain torch."""
+    """`Ops` of backend/base.py in plain torch. reason: why these ops were chosen, for `choices`."""
 
     name = "reference"
     deterministic = True
@@ -223,7 +225,8 @@ class ReferenceOps(ComposedOps):
     def pack_linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, rows: torch.dtype | None = None
     ) -> PackedLinear:
-        """Converts to float32, twice the size of a 16-bit original: the reference trades memory for simplicity."""
+        """Converts floats to float32, whatever `rows`, which is twice the size of a 16-bit original; quantised weights
+        are kept as they are."""
         if isinstance(weight, QuantizedWeight):
             return QuantizedLinear(weight, bias)
         return PlainLinear(weight, bias, torch.float32)
@@ -304,7 +307,7 @@ class ReferenceOps(ComposedOps):
         return rows
 
     def plan_decode_states(self, starts: Tensor, read_slots: Tensor, write_slots: Tensor) -> StateRows:
-        """Keeps the tensors, whose contents are read by each op."""
+        """Keeps the tensors; each op that uses the result reads their contents. Raises nothing."""
         return StateRows(torch.arange(starts.shape[0] + 1), starts, read_slots, write_slots)
 
     def causal_conv(self, x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
@@ -383,13 +386,13 @@ class ReferenceOps(ComposedOps):
         return AttentionPlan(cu_q, num_context, block_tables, max_q, max_context)
 
     def plan_decode(self, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
-        """Keeps the tensors, whose contents are read by each op; `max_context` is therefore 0."""
+        """Keeps the tensors; each op that uses the plan reads their contents, so `max_context` is 0."""
         batch, _ = checks.check_decode_plan(num_context, block_tables)
         cu_q = torch.arange(batch + 1, dtype=torch.int32)
         return AttentionPlan(cu_q, num_context, block_tables, max_q=1, max_context=0)
 
     def plan_mixed(self, rows: MixedRows, num_tokens: int, max_prompts: int) -> AttentionPlan:
-        """Keeps the tensors, whose contents are read by each op."""
+        """Keeps the tensors; each op that uses the plan reads their contents."""
         checks.check_mixed_plan(rows, num_tokens)
         return AttentionPlan(rows.cu_q, rows.num_context, rows.block_tables, num_tokens, 0, native=_PADDED)
 
@@ -410,7 +413,7 @@ class ReferenceOps(ComposedOps):
         return out
 
     def plan_packed(self, cu_seqlens: Tensor, max_length: int) -> PackedPlan:
-        """Keeps the tensor, whose contents are read by each op."""
+        """Keeps the tensor; each op that uses the plan reads its contents."""
         checks.check_packed_plan(cu_seqlens, max_length)
         return PackedPlan(cu_seqlens, max_length)
 
@@ -427,8 +430,11 @@ class ReferenceOps(ComposedOps):
 
 
 def activation(x: Tensor, act: Activation) -> Tensor:
-    """Applies `act` element-wise in float32. silu: x * sigmoid(x); gelu: x * Phi(x); gelu_tanh: its tanh approximation;
-    quick_gelu: x * sigmoid(1.702 x)."""
+    """Applies `act` element-wise to x, which callers give in float32: the result has its dtype, and is x for "none".
+
+    silu: x * sigmoid(x); gelu: x * Phi(x); gelu_tanh: its tanh approximation; quick_gelu: x * sigmoid(1.702 x). Raises
+    ValueError for another `act`.
+    """
     match act:
         case "none":
             return x
@@ -445,16 +451,17 @@ def activation(x: Tensor, act: Activation) -> Tensor:
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`Ops.rotate`, without checks."""
     first, second = x.float().chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounds rows [T, H, D] to int8, with scales [T, H] float32.
+    """Rounds rows [T, H, D] for a quantized cache. Returns (int8 [T, H, D], scales [T, H] float32).
 
-    scale = max(max |x| / 127, 2^-126), int8 = round(x / scale), ties to even. A head with an infinity or a NaN gets
-    zeros and a NaN as its scale.
+    scale = max(max |x| / 127, 2^-126) of a token's head, int8 = round(x / scale), ties to even. A head with an infinity
+    or a NaN gets zeros and a NaN as its scale.
     """
     wide = rows.float()
     finite = wide.isfinite().all(-1)
@@ -465,6 +472,8 @@ def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _write(cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor) -> None:
+    """`Ops.write_cache`, which checks nothing but slots: raises ValueError before anything is written. Rows may be wider
+    than the cache's dtype."""
     _check_slots(slots, cache)
     kept = slots >= 0
     block, offset = _split(slots[kept], cache)
@@ -478,7 +487,8 @@ def _write(cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor)
 
 
 def _wide(cache: PagedCache, blocks: Tensor, layer: int, tensor: int) -> Tensor:
-    """Dequantises one tensor of the blocks: [slots of the blocks, H, D] float32."""
+    """Returns one tensor (K 0, V 1) of the blocks of a KV cache in float32, dequantised if need be: [len(blocks) * S,
+    Hkv, D]. blocks: [n] int64."""
     rows = cache.data[blocks, layer, tensor].float()
     if cache.scales is not None:
         rows = rows * cache.scales[blocks, layer, tensor].transpose(1, 2)[..., None]
@@ -486,15 +496,18 @@ def _wide(cache: PagedCache, blocks: Tensor, layer: int, tensor: int) -> Tensor:
 
 
 def _split(slots: Tensor, cache: PagedCache) -> tuple[Tensor, Tensor]:
+    """Returns (block, offset in the block) of each slot."""
     size = cache.block_size
     return torch.div(slots, size, rounding_mode="floor"), slots % size
 
 
 def _check_slots(slots: Tensor, cache: PagedCache) -> None:
+    """Requires slots of the cache or -1. Raises ValueError."""
     _check_range("slots", slots, cache.num_blocks * cache.block_size, least=-1)
 
 
 def _check_range(name: str, indices: Tensor, size: int, least: int = 0) -> None:
+    """Requires indices from `least` to `size` - 1. Raises ValueError with `name`."""
     if indices.numel() and (int(indices.min()) < least or int(indices.max()) >= size):
         raise ValueError(
             f"{name}: expected {least} to {size - 1}, got values from {int(indices.min())} to {int(indices.max())}"
@@ -502,6 +515,8 @@ def _check_range(name: str, indices: Tensor, size: int, least: int = 0) -> None:
 
 
 def _check_places(rows: StateRows, tokens: int, states: Tensor, layer: int) -> None:
+    """Requires that `layer` and the rows' slots exist in states [N, L, ..] (a write slot may be -1), and that `cu_q`
+    rises from 0 to `tokens`. Raises ValueError."""
     places, layers = states.shape[:2]
     if not 0 <= layer < layers:
         raise ValueError(f"layer: expected 0 to {layers - 1}, got {layer}")

@@ -1,6 +1,6 @@
 """Sampling in plain torch and float64, row by row: the oracle of the devices' own sampling.
 
-The rules are defined in worker/language/sampler.py. Does not know requests or where random numbers come from.
+The rules are defined in backend/base.py (`SamplingTensors`, `Adjustments`). Does not know requests or where random numbers come from.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from hydra_engine.backend.base import LOWEST_LOGIT, Adjustments, SamplingTensors
 
 
 def best_tokens(logits: Tensor) -> Tensor:
-    """`Ops.best_tokens`: [B] int64, the first of the largest logits, -1 for a row that is not finite."""
+    """`Ops.best_tokens`."""
     checks.check_logits(logits)
     return torch.where(logits.isfinite().all(dim=1), logits.argmax(dim=1), -1)
 
 
 def sample(logits: Tensor, sampling: SamplingTensors) -> tuple[Tensor, Tensor]:
-    """`Ops.sample`. Columns of numbers may be float64, and logits too then."""
+    """`Ops.sample`. Columns of `sampling` may be float64 instead of float32, and then logits too."""
     checks.check_sample(logits, sampling)
     finite = logits.isfinite().all(dim=1)
     tokens = logits.argmax(dim=1)  # the first of equals; an arbitrary token for a row that is not finite
@@ -31,7 +31,7 @@ def sample(logits: Tensor, sampling: SamplingTensors) -> tuple[Tensor, Tensor]:
 
 
 def adjust_logits(logits: Tensor, adjustments: Adjustments) -> Tensor:
-    """`Ops.adjust_logits`. Float64 logits are not rounded."""
+    """`Ops.adjust_logits`. Float64 logits, which stay float64, are not rounded. Bias ids of V or more are skipped."""
     checks.check_adjustments(logits, adjustments)
     adjusted = logits.clone()
     rows = (adjustments.bias_begins, adjustments.bias_ends, adjustments.counted, adjustments.masked)
@@ -57,7 +57,7 @@ def adjust_logits(logits: Tensor, adjustments: Adjustments) -> Tensor:
 
 
 def score_tokens(logits: Tensor, tokens: Tensor, num_top: Tensor, max_top: int) -> tuple[Tensor, Tensor]:
-    """`Ops.score_tokens`. `numbers` have the logits' dtype; unset entries are NaN and -1."""
+    """`Ops.score_tokens`. Entries after num_top, and rows with num_top -1, are NaN in numbers and -1 in places."""
     batch, vocabulary = checks.check_scores(logits, tokens, num_top)
     numbers = torch.full((batch, 3 + max_top), float("nan"), dtype=logits.dtype)
     places = torch.full((batch, 1 + max_top), -1, dtype=torch.int32)
@@ -76,7 +76,8 @@ def score_tokens(logits: Tensor, tokens: Tensor, num_top: Tensor, max_top: int) 
 
 
 def _filtered(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[Tensor, Tensor]:
-    """Returns (token ids ascending, weights): probabilities scaled so that the largest is 1."""
+    """Applies temperature, top_k, top_p and min_p to logits [V] of one row. Returns (ids of the tokens that are left,
+    ascending, their weights: probabilities scaled so that the largest is 1)."""
     scaled = (logits - logits.max()) / temperature
     kept = torch.arange(scaled.shape[0])
     if 0 < top_k < scaled.shape[0]:
@@ -92,8 +93,8 @@ def _filtered(logits: Tensor, temperature: float, top_k: int, top_p: float, min_
 
 
 def _nucleus(weights: Tensor, top_p: float) -> Tensor:
-    """Indices, ascending, of the fewest largest weights whose sum reaches top_p of the total; the lowest index on
-    ties."""
+    """Indices, ascending, of the fewest largest weights whose sum reaches `top_p` of the total, at least one; of equal
+    weights those with the lowest indices."""
     ordered, order = weights.sort(descending=True, stable=True)
     before = torch.cat((ordered.new_zeros(1), ordered.cumsum(0)[:-1]))
     num_kept = max(1, int((before < top_p * weights.sum()).sum()))
@@ -101,7 +102,7 @@ def _nucleus(weights: Tensor, top_p: float) -> Tensor:
 
 
 def _drawn(weights: Tensor, number: float) -> int:
-    """The first index whose cumulative weight exceeds `number` of the total."""
+    """The first index whose cumulative weight exceeds `number`, in [0, 1), times the total."""
     cumulative = weights.cumsum(0)
     total = cumulative[-1]
     # Rounding must not lift the mark to the total, which no index exceeds.
