@@ -79,8 +79,8 @@ class SharedPool:
 
 
 class MappedPool:
-    """`PeerMemory` of backend/device.py, made by `map_pool`. Writing to its tensor ends the process (SIGSEGV), except in a
-    mapping with PROT_WRITE."""
+    """`PeerMemory` of backend/device.py, made by `map_pool`. Writing to its tensor ends the process (SIGSEGV),
+    except in a mapping with PROT_WRITE."""
 
     def __init__(self, mapping: mmap.mmap) -> None:
         self._map: mmap.mmap | None = mapping

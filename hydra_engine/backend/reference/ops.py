@@ -472,8 +472,8 @@ def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _write(cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor) -> None:
-    """`Ops.write_cache`, which checks nothing but slots: raises ValueError before anything is written. Rows may be wider
-    than the cache's dtype."""
+    """`Ops.write_cache` for checked shapes. A wrong slot raises ValueError before anything is written. Rows of a
+    quantized cache may be wider than its `row_dtype`."""
     _check_slots(slots, cache)
     kept = slots >= 0
     block, offset = _split(slots[kept], cache)

@@ -1,6 +1,7 @@
 """Sampling in plain torch and float64, row by row: the oracle of the devices' own sampling.
 
-The rules are defined in backend/base.py (`SamplingTensors`, `Adjustments`). Does not know requests or where random numbers come from.
+The rules are defined in backend/base.py (`SamplingTensors`, `Adjustments`). Does not know requests or where random
+numbers come from.
 """
 
 from __future__ import annotations
