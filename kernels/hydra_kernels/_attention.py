@@ -22,8 +22,8 @@ LOWEST = tl.constexpr(-3.0e38)
 def load_parts(
     base: tl.tensor, rows: tl.tensor, mask: tl.tensor, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Loads rows of D elements at base + rows as [R, D0] and [R, D1], zero beyond D and where `mask` is false. With D1
-    = 0 the second is the first again, and unused."""
+    """Loads rows of D elements at base + rows as [R, D0] and [R, D1], zero beyond D and where `mask` is false. If
+    D1 is 0 the second result is the first again, and unused."""
     first = tl.arange(0, D0)[None, :]
     if D < D0:
         part0 = tl.load(base + rows[:, None] + first, mask=mask[:, None] & (first < D), other=0.0)
@@ -51,7 +51,7 @@ def store_parts(
     D1: tl.constexpr,
 ) -> None:
     """Stores part0 [R, D0] and part1 [R, D1] as rows of D elements at base + rows where `mask` is true, rounded to the
-    element type of `base`. With D1 = 0 part1 is ignored."""
+    element type of `base`. If D1 is 0 part1 is ignored."""
     first = tl.arange(0, D0)[None, :]
     tl.store(base + rows[:, None] + first, part0.to(base.dtype.element_ty), mask=mask[:, None] & (first < D))
     if D1 > 0:

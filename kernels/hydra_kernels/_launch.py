@@ -21,7 +21,7 @@ _forget: list[Callable[[], None]] = []
 
 
 def cached_launch(function: Makes) -> Makes:
-    """Decorates a function that makes a `Launch`: results are cached by arguments, the latest 4096 of them."""
+    """Decorates a function that makes a `Launch`: results are cached by arguments, the 4096 used last."""
     cached = lru_cache(maxsize=4096)(function)
     _forget.append(cached.cache_clear)
     return cached  # type: ignore[return-value]  # takes and returns what `function` does

@@ -53,8 +53,8 @@ def _small_linear_kernel(
     DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Stores a tile of `small_linear`'s result, of inputs in one span. Grid (N / COLUMNS, K / SPAN). With several spans
-    (split-K) `out` is [splits, num_rows, N] float32, and the other arguments of the epilogue are None."""
+    """Stores a tile of `small_linear`'s result, summed over one span of inputs. Grid (N / COLUMNS, K / SPAN). With
+    several spans (split-K) `out` is [splits, num_rows, N] float32, and the other arguments of the epilogue are None."""
     launch_dependents(PDL)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     split = tl.program_id(1)

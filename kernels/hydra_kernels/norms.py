@@ -188,7 +188,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Adds x to `residual` in place, rounded to the dtype; returns its layer_norm as above, new and contiguous.
+    """Adds x to `residual` in place, rounded to the dtype; returns layer_norm(residual, weight, bias, eps), new
+    and contiguous.
 
     x, residual: [T, C], rows at any stride; weight, bias: [C] of their dtype.
     """

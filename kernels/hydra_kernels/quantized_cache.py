@@ -176,7 +176,8 @@ def write_quantized(data: Tensor, scales: Tensor, layer: int, k: Tensor, v: Tens
     """Rounds k, v [T, H, D] of a float type with dense heads and writes them to slots [T] int64 of a layer; a slot of
     -1, or outside of the cache, is skipped.
 
-    data: [N, L, 2, S, H, D] int8 and scales: [N, L, 2, H, S] float32, of `PagedCache.quantized`.
+    data: [N, L, 2, S, H, D] int8 and scales: [N, L, 2, H, S] float32, of `PagedCache.quantized`. Raises ValueError if
+    data, k and v do not fit.
     """
     _launch(data, scales, layer, (None, k, v), (None, None), (None, None, 0.0), slots, None)
 

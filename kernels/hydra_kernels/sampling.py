@@ -251,8 +251,8 @@ def _draw_kernel(
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Returns (tokens [B] int64, finite [B] bool) of logits [B, V] of a float type, rows at any stride.
 
-    A token is the lowest id with the row's highest logit. finite: True if all logits of the row are. A row that is not
-    finite gets an arbitrary valid token.
+    A token is the lowest id with the row's highest logit. finite: True if all logits of the row are finite. A row that
+    is not finite gets an arbitrary valid token.
     """
     batch, vocabulary = _checked(logits)
     tokens = torch.empty(batch, dtype=torch.int64, device=logits.device)

@@ -110,7 +110,8 @@ class Linear:
         return [self._join(group) for group in groups]
 
     def _join(self, parts: list[Tensor | QuantizedWeight]) -> Tensor | QuantizedWeight:
-        """Joins parts of one quantisation format, by `arrange`; that of quantised parts permutes their outputs."""
+        """Joins parts of one quantisation format. Quantised parts are concatenated, and their outputs then permuted as
+        `arrange` permutes output numbers."""
         weights = [part for part in parts if isinstance(part, QuantizedWeight)]
         if not weights:
             return self._arrange([part for part in parts if isinstance(part, Tensor)])
@@ -121,7 +122,8 @@ class Linear:
 
 
 def _quantized(weight: Tensor | QuantizedWeight, num_bits: int | None) -> Tensor | QuantizedWeight:
-    """Quantises a float weight to `num_bits`. Without these, or if it is quantised already, it is returned as it is."""
+    """Quantises a float weight to `num_bits`; returns it as it is if that is None or the weight is quantised
+    already."""
     if num_bits is None or isinstance(weight, QuantizedWeight):
         return weight
     return quantized_matrix(weight, num_bits)
@@ -208,7 +210,7 @@ class RmsNorm:
         return self._ops.linear_add_rms_norm(x, packed, residual, self._weight.tensor, self._eps)
 
     def normalise_sum(self, linear: Linear, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (norm(y), y), y = linear(x) + residual. `residual` is not written."""
+        """Returns (norm(y), y), y = linear(x) + residual. `residual` is not written. `linear` has one packed weight."""
         (packed,) = linear.packed
         return self._ops.linear_add_norm(x, packed, residual, RowNorm(self._weight.tensor, None, self._eps))
 
@@ -224,15 +226,15 @@ class LayerNorm:
         return self._ops.layer_norm(x, self._weight.tensor, self._bias.tensor, self._eps)
 
     def normalise_sum(self, linear: Linear, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (norm(y), y), y = linear(x) + residual. `residual` is not written."""
+        """Returns (norm(y), y), y = linear(x) + residual. `residual` is not written. `linear` has one packed weight."""
         (packed,) = linear.packed
         norm = RowNorm(self._weight.tensor, self._bias.tensor, self._eps)
         return self._ops.linear_add_norm(x, packed, residual, norm)
 
 
 class Head:
-    """The output projection, [T, C] -> logits [T, V] float32. A tied head declares no slot: the embedding fills it. If
-    matrices are quantised at load, the head gets 8 bits, whatever width they get."""
+    """The output projection, [T, C] -> logits [T, V] float32. Declares no slot: the decoder's slot fills it, or the
+    embedding if it is tied. If matrices are quantised at load, the head gets 8 bits, whatever width they get."""
 
     packed: tuple[PackedLinear]
 

@@ -124,9 +124,9 @@ class DeltaNet:
     def __call__(
         self, x: Tensor | DeferredNorm, rotary: Rotary, cache: PagedCache, step: StepInputs, rows: Tensor | None = None
     ) -> Tensor:
-        """Returns the input of `out`, [T, Hv * Dv], or only the given rows of it; advances the states of all requests
-        by all their tokens. x: [T, C]. Ignores `rotary` and `cache`, which attention layers need. Raises ValueError if
-        the step has no states."""
+        """Returns the input of `out`, [T, Hv * Dv], or only the given rows of it; advances the states of the step's
+        requests by all T tokens. x: [T, C]. Ignores `rotary` and `cache`, which attention layers need. Raises
+        ValueError if the step has no states."""
         if step.states is None:
             raise ValueError("states: expected the states of the step's rows, which this model's layers keep")
         shape, ops, states = self._shape, self._ops, step.states

@@ -38,8 +38,8 @@ class GrowingTable(ABC):
         return self._rows
 
     def reserve(self, end: int) -> None:
-        """Keeps the current table alive, with rows below `end`: graphs captured with its address stay valid after the
-        table has grown."""
+        """Grows the table to at least `end` rows and keeps it alive when it grows again later: graphs captured with its
+        address stay valid."""
         rows = self.with_rows(end)
         if not any(kept is rows for kept in self._reserved):
             self._reserved.append(rows)
@@ -138,7 +138,7 @@ def _yarn_ramp(spec: LanguageSpec) -> Tensor:
 
 
 def _number(spec: LanguageSpec, name: str) -> float:
-    """A field of `rope_parameters` that the spec has checked to be there and a number."""
+    """The number rope_parameters[name]. Raises KeyError if it is missing."""
     value = spec.rope_parameters[name]
     assert isinstance(value, int | float), name
     return value

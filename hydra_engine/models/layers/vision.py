@@ -123,8 +123,8 @@ class Slices:
 
     def attention(self, mix: Mix, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments) -> Tensor:
         """Returns mix(q, k, v, cu_seqlens), [P, H, D], computed in pieces of segments and heads, which do not interact
-        (`Ops.attention_packed`), with a checkpoint before each and after the last. Neither cut nor interrupted if P is
-        at most `piece_rows`, and never with planned segments (`PackedPlan`)."""
+        (`Ops.attention_packed`), with a checkpoint before each and after the last. One piece, without
+        checkpoints, if `piece_rows` is 0 or P is at most that, or if the segments are planned (`PackedPlan`)."""
         num_rows, num_heads, head_dim = q.shape
         # As much work as products with the 9 C * C weights after attention:
         # R * 9 C * C = pairs * heads * 2 D, with C = H * D.
@@ -179,7 +179,8 @@ class Packing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TowerInput:
-    """The inputs of a tower. Everything that depends on the pictures is in the tensors."""
+    """The inputs of a tower. In a batch padded to a capacity, all that depends on the pictures is in tensors, so that
+    launches can be replayed for others."""
 
     patches: Tensor  # [P, values] uint8
     indices: tuple[Tensor, ...]  # int64, as `Packing.indices`
@@ -209,8 +210,8 @@ def tower_input(
 
 
 def spans_in(capacity: int, granule: int) -> int:
-    """Most segments of a batch padded to `capacity` patches: pictures of at least `granule` patches, limited to 64, and
-    two of padding."""
+    """Upper bound of the number of segments in a batch padded to `capacity` patches: pictures of at least `granule`
+    patches, no more than 64, and two of padding."""
     return min(capacity // granule, _MAX_SPANS) + _FILLERS
 
 
@@ -263,7 +264,8 @@ def sizes_of(grids: Sequence[Grid]) -> list[int]:
 
 
 def longest_side(capacity: int, merge: int) -> int:
-    """Longest side of a picture that fills the capacity, in patches: that of a picture `merge` patches high."""
+    """Longest possible side of a picture of `capacity` patches, in patches: the width at a height of `merge`
+    patches."""
     return capacity // merge
 
 
@@ -349,7 +351,7 @@ class PackedAttention:
 
 def normalise_pixels(pixels: Tensor, spec: PreprocessSpec) -> Tensor:
     """Returns (x * rescale - mean) / std of uint8 [..., 3] on the CPU, in float32: the product is computed in float64
-    and rounded, then each operation is, exactly as in transformers' processors."""
+    and rounded to float32 before the rest, exactly as in transformers' processors."""
     mean, std = (torch.tensor(colours, dtype=torch.float32) for colours in (spec.mean, spec.std))
     return pixels.to(torch.float64).mul_(spec.rescale).to(torch.float32).sub_(mean).div_(std)
 
@@ -539,8 +541,8 @@ class PatchMerger:
 
 
 class TowerNames(NamedTuple):
-    """Checkpoint names of a tower for pictures of one size. `unread`: prefixes of tensors that the model does not
-    use."""
+    """Checkpoint names of a tower for pictures of one size. Norms that the spec has not are skipped. `unread`: prefixes
+    of other tensors that the checkpoint may have and the model does not use."""
 
     patches: PatchNames
     layers: str
