@@ -66,7 +66,7 @@ class Linear:
         scope.register(self)
 
     def __call__(self, x: Tensor, act: Activation = "none", *, residual: Tensor | None = None) -> Tensor:
-        """Returns the outputs of x [T, K]: [T, N], spare ones included, as is `residual`, which is not written."""
+        """Returns the outputs of x [T, K], [T, N] with spare ones. `residual`, of the same shape, is not written."""
         if len(self.packed) == 1:
             return self._ops.linear(x, self.packed[0], act=act, residual=residual)
         cuts = [part.num_out for part in self.packed]
@@ -233,8 +233,9 @@ class LayerNorm:
 
 
 class Head:
-    """The output projection, [T, C] -> logits [T, V] float32. Declares no slot: the decoder's slot fills it, or the
-    embedding if it is tied. If matrices are quantised at load, the head gets 8 bits, whatever width they get."""
+    """The output projection, [T, C] -> logits [T, V] float32. Declares no slot: the decoder's slot fills it if the
+    checkpoint has a head, else the embedding to which it is tied. If matrices are quantised at load, the head gets 8
+    bits, whatever width they get."""
 
     packed: tuple[PackedLinear]
 

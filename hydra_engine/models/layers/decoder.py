@@ -87,8 +87,8 @@ class PagedAttention:
     def __call__(
         self, x: Tensor | DeferredNorm, rotary: Rotary, cache: PagedCache, step: StepInputs, rows: Tensor | None = None
     ) -> Tensor:
-        """Returns the input of `out`, [T, Hq * D], or only the given rows of it; writes keys and values of all rows. x:
-        [T, C]."""
+        """Returns the input of `out`, [T, Hq * D], or only the given rows of it. Writes the rotated keys and the values
+        of all rows to the cache. x: [T, C]."""
         norms = None
         if self._q_norm is not None and self._k_norm is not None:
             norms = HeadNorms(self._q_norm.tensor, self._k_norm.tensor, self._eps)
@@ -169,8 +169,8 @@ class GatedAttention:
     def __call__(
         self, x: Tensor | DeferredNorm, rotary: Rotary, cache: PagedCache, step: StepInputs, rows: Tensor | None = None
     ) -> Tensor:
-        """Returns the input of `out`, [T, Hq * D], or only the given rows of it; writes keys and values of all rows. x:
-        [T, C]."""
+        """Returns the input of `out`, [T, Hq * D], or only the given rows of it. Writes the rotated keys and the values
+        of all rows to the cache. x: [T, C]."""
         ops = self._ops
         projected = self._qkv(apply_deferred_norm(ops, x)).unflatten(1, (-1, self._head_dim))
         q, k, v, gate = projected.split(self._heads, dim=1)

@@ -541,8 +541,8 @@ class PatchMerger:
 
 
 class TowerNames(NamedTuple):
-    """Checkpoint names of a tower for pictures of one size. Norms that the spec has not are skipped. `unread`: prefixes
-    of other tensors that the checkpoint may have and the model does not use."""
+    """Checkpoint names of a tower for pictures of one size. Weights of a norm that the spec lacks are not read.
+    `unread`: prefixes of other tensors that the checkpoint may have and the model does not use."""
 
     patches: PatchNames
     layers: str
