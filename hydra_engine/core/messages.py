@@ -105,7 +105,7 @@ class ResetCaches(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Ends a request. The instance answers with Finished(reason="abort") once no step or transfer in flight uses its
+    """Ends a request. The instance answers with Finished(reason="abort") once no step or pull in flight uses its
     blocks. Ignored if the id is unknown or the request has ended already."""
 
     request_id: RequestId
@@ -126,7 +126,8 @@ class SetFault(msgspec.Struct, frozen=True, tag=True):
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
-    """Stops the instance at once. To drain it, the frontend first stops submitting and waits."""
+    """Stops the instance at once: requests that still run get no Finished. To drain it, the frontend first stops
+    submitting and waits."""
 
 
 ToInstance = Submit | Encode | Abort | HandOver | SetRole | ResetCaches | QueryLedger | SetFault | Shutdown
@@ -245,7 +246,7 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
-    """The last message of this instance about a request: no step or transfer in flight uses it, and its blocks here are
+    """The last message of this instance about a request: no step or pull in flight uses it, and its blocks here are
     free. The only message about a request that the instance refuses."""
 
     request_id: RequestId
@@ -298,7 +299,7 @@ class TransferReport(msgspec.Struct, frozen=True):
     pulled_bytes: int = 0
     host_bytes: int = 0  # part of `pulled_bytes`: through host memory
     pull_s: float = 0.0  # sum of the durations of copies, which may overlap
-    invalid: int = 0  # copies discarded because the offer had ended
+    invalid: int = 0  # offers of others that had ended, or had wrong bytes, when they were copied: discarded
     ignored: int = 0  # messages about unknown offers
 
 

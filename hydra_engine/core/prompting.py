@@ -72,6 +72,8 @@ class TemplateOptions:
         self._check_variables()
 
     def _check_variables(self) -> None:
+        """Raises InvalidRequest for invalid, reserved or too many names in `variables`, and for values that are too
+        large or not plain JSON."""
         param = "chat_template_kwargs"
         if not isinstance(self.variables, Mapping) or len(self.variables) > MAX_VARIABLES:
             raise InvalidRequest(f"{param} must be an object with at most {MAX_VARIABLES} names", param=param)

@@ -88,6 +88,7 @@ class SamplingParams:
             raise InvalidRequest("min_tokens must not exceed max_tokens", param="min_tokens")
 
     def _check_stops(self) -> None:
+        """Raises InvalidRequest for invalid or too many stop strings or stop token ids."""
         if len(self.stop) > MAX_STOPS:
             raise InvalidRequest(f"at most {MAX_STOPS} stop strings are allowed", param="stop")
         if any(not isinstance(s, str) or not s or len(s) > MAX_STOP_CHARS for s in self.stop):
@@ -97,6 +98,7 @@ class SamplingParams:
         _check_ids("stop_token_ids", self.stop_token_ids)
 
     def _check_tokens(self) -> None:
+        """Raises InvalidRequest for invalid or too many entries of `logit_bias` and `allowed_token_ids`."""
         if len(self.logit_bias) > MAX_BIASED_TOKENS:
             raise InvalidRequest(f"logit_bias may name at most {MAX_BIASED_TOKENS} tokens", param="logit_bias")
         _check_ids("logit_bias token ids", [token for token, _ in self.logit_bias])
