@@ -43,7 +43,7 @@ Refresh = Callable[[npt.NDArray[np.int32], npt.NDArray[np.int32]], None]
 
 
 class OpChoice(NamedTuple):
-    """A line of the table that `doctor` and the start-up summary print."""
+    """The implementation of an op, and why it was chosen, for `doctor` and the start-up summary."""
 
     op: str
     implementation: str  # "native-avx2" (the instruction set), "triton", "cublas", "reference", ..
@@ -112,10 +112,12 @@ class PagedCache:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all blocks, scales included."""
         return self.num_blocks * self.block_bytes
 
     @property
     def block_bytes(self) -> int:
+        """Bytes of a block with all its layers, scales included."""
         elements = math.prod(self.data.shape[1:])
         scales = 0 if self.scales is None else math.prod(self.scales.shape[1:]) * SCALE_BYTES
         return elements * self.data.element_size() + scales
@@ -156,11 +158,8 @@ class AttentionPlan:
 
 
 class MixedRows(NamedTuple):
-    """The B rows of a captured mixed step: first decodes (one token each), then rows of prompts, then empty rows as
-    padding.
-
-    All tensors are int32 on the device.
-    """
+    """The B rows of a captured step with prompts: first decodes (one token each), then rows of prompts, then empty rows
+    as padding. All tensors are int32 on the device."""
 
     cu_q: Tensor  # [B + 1]: row r has tokens [cu_q[r], cu_q[r + 1])
     rest_cu_q: Tensor  # [B + 1]: max(cu_q, number of decodes), so that rows of decodes are empty
@@ -210,7 +209,7 @@ class StateRows:
     cu_q: Tensor  # [B + 1]
     starts: Tensor  # [B]
     read_slots: Tensor  # [B]
-    write_slots: Tensor  # [B]
+    write_slots: Tensor  # [B]; -1: the state is not stored, only in results of `plan_decode_states`
     native: Any = None  # the implementation's own data, opaque
 
     def lists(self) -> tuple[list[int], list[int], list[int], list[int]]:
@@ -472,7 +471,7 @@ class Ops(Protocol):
 
     # ---- recurrent states
     def plan_states(self, rows: StateRows) -> StateRows:
-        """Prepares the rows of a step for all recurrent layers.
+        """Returns the rows of a step as the ops of all recurrent layers use them.
 
         rows: host tensors; do not change them before the step has run, unless the device copies them before this
         returns (CUDA does). Wrong contents (cu_q, slots) raise ValueError here or in the ops that use the result.
@@ -641,8 +640,8 @@ class Ops(Protocol):
         """Returns logits [B, V] float32, on a CPU also float64, with biases, penalties and masks applied, as a new
         tensor.
 
-        Computed in float64 and rounded once to the logits' dtype. Masked tokens get LOWEST_LOGIT. A logit that is not
-        finite is kept.
+        Computed in float64, clamped to finite float32 and rounded once to the logits' dtype. A logit that is not finite
+        is kept, whatever applies to it.
         """
         ...
 

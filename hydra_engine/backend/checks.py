@@ -304,7 +304,7 @@ def check_adjustments(logits: Tensor, adjustments: Adjustments) -> tuple[int, in
 
 
 def check_scores(logits: Tensor, tokens: Tensor, num_top: Tensor) -> tuple[int, int]:
-    """Checks tensors of `Ops.score_tokens`: shapes and dtypes, no contents. Returns B and V."""
+    """Checks the tensors of `Ops.score_tokens`: shapes and dtypes, no contents. Returns B and V."""
     sizes = check_logits(logits, wide=True)
     _check_tensor("tokens", tokens, sizes[:1], torch.int64)
     _check_tensor("num_top", num_top, sizes[:1], torch.int32)
@@ -312,10 +312,8 @@ def check_scores(logits: Tensor, tokens: Tensor, num_top: Tensor) -> tuple[int, 
 
 
 def check_paged(q: Tensor, cache: PagedCache, layer: int, max_blocks: int, max_context: int) -> tuple[int, int, int]:
-    """Checks the arguments of `Ops.attention_paged`. Returns T, Hq and q's stride between tokens.
-
-    max_blocks: width of the block tables, which must hold `max_context` tokens.
-    """
+    """Checks q, cache and layer of `Ops.attention_paged`, and that block tables with `max_blocks` columns hold
+    `max_context` tokens. Returns T, Hq and q's stride between tokens."""
     data = cache.data
     _, num_layers, num_tensors, block_size, num_kv_heads, dim = data.shape
     if num_tensors != 2 or not 0 <= layer < num_layers:

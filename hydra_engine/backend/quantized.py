@@ -18,7 +18,7 @@ large inputs (outlier channels) would leave too few bits for the others:
 
 Float32 sums are fused multiply-adds, one per part and per group, in this order:
 
-    y[t, n] = fma over g of  a[t, n, g] scales[n, g]   and behind it   offsets[n, g] r[t, g]
+    y[t, n] = fma over g of  a[t, n, g] scales[n, g],   then of   offsets[n, g] r[t, g]
     a[t, n, g] = fma over p of g of  (sum over k in p of q (values - zero)) * s[t, p]
     r[t, g] = fma over p of g of  (sum over k in p of q) * s[t, p]
 

@@ -84,6 +84,7 @@ class ThreadLane:
         self._thread.join()
 
     def _run(self) -> None:
+        """Runs jobs in the lane's thread until `close`, or until one raises."""
         try:
             if self._niceness:  # on Linux a thread has a priority of its own
                 thread = threading.get_native_id()

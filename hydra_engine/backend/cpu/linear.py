@@ -30,7 +30,7 @@ Form = tuple[Any, ...]  # arguments of the extension for a packed weight, withou
 class NativeLinear:
     """A `PackedLinear` of floats in the kernels' layout, about the size of the original.
 
-    A float32 weight is rounded for 16-bit x, a 16-bit weight is not widened. `dtype`: of the x that it multiplies.
+    A weight is converted for 16-bit x, but not widened for float32 x. `dtype`: of the x that it multiplies.
     `data`: the packed bytes, uint8. `form`: describes them to the extension.
     """
 
@@ -60,6 +60,7 @@ class NativeLinear:
         return result
 
     def _keep(self, form: Form, data: Tensor, bias: Tensor | None) -> None:
+        """Sets the fields, and `handle` to the extension's weight over the memory of data and bias."""
         self.form, self.data, self.bias = form, data, bias
         self.num_out, self.num_in, _, rows = form
         self.dtype = _DTYPES[rows]
@@ -97,6 +98,7 @@ class NativeQuantizedLinear:
         return result
 
     def _keep(self, form: Form, data: Tensor, bias: Tensor | None) -> None:
+        """Sets the fields, and `handle` to the extension's weight over the memory of data and bias."""
         self.form, self.data, self.bias = form, data, bias
         self.num_out, self.num_in = form[:2]
         addresses = data.data_ptr(), _address(bias)

@@ -68,6 +68,7 @@ class CacheOps:
         return entry[1]
 
     def _new_desc(self, cache: PagedCache) -> Any:
+        """Makes the descriptor of a cache in host memory; overridden for a GPU's."""
         return _C.CacheDesc(*desc_arguments(cache), cache.scales is not None)
 
     def write_cache(self, cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor) -> None:

@@ -307,7 +307,7 @@ class ReferenceOps(ComposedOps):
         return rows
 
     def plan_decode_states(self, starts: Tensor, read_slots: Tensor, write_slots: Tensor) -> StateRows:
-        """Keeps the tensors; each op that uses the result reads their contents. Raises nothing."""
+        """Keeps the tensors; each op that uses the result reads their contents."""
         return StateRows(torch.arange(starts.shape[0] + 1), starts, read_slots, write_slots)
 
     def causal_conv(self, x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
