@@ -57,7 +57,8 @@ Progress = Callable[[str, int, int], None]  # what, done, total
 
 @dataclass(frozen=True, slots=True)
 class ComputeStack:
-    """Everything that computes in an instance. `config` has no "auto" left."""
+    """Everything that computes in an instance. `config` has no "auto" left; `image_cache` None: no image is encoded or
+    read here; `notes`: reasons of decisions, for the start-up summary."""
 
     config: EngineConfig
     context: InstanceContext
@@ -234,7 +235,8 @@ def _first_plan(
     make: Callable[[], CachePlan], config: EngineConfig, spec: ModelSpec, backend: Backend, role: Role
 ) -> CachePlan:
     """Calls `make` for the memory plan before the weights are opened. Raises its ResourceError or, if the checkpoint
-    has fewer layers than its config.json, the CheckpointError that says so: memory is then not the problem."""
+    has fewer layers than its config.json, the CheckpointError that says so: memory is then not the problem. Random
+    weights have no checkpoint to look at."""
     try:
         return make()
     except ResourceError:

@@ -285,8 +285,8 @@ class Migration(MigrationPort):
         return self._connector.offers.release_features(request_id, index, now)
 
     def _give_up(self, owner: Owner, now: float) -> list[RequestMessage]:
-        """Forgets an offer that has ended without being fetched, and ends its request or job as WITHDRAWN. Returns the
-        messages."""
+        """Forgets an offer that has ended without being fetched or could not be sent, and ends its request or job as
+        WITHDRAWN. Returns the messages."""
         self._offered.pop(owner, None)
         self._unsent.pop(owner, None)
         return self._connector.offers.withdraw(owner[0], now, Departure.WITHDRAWN)

@@ -76,7 +76,7 @@ class WorkerPort(Protocol):
 
     def poll(self) -> list[LaneResult]:
         """Results since the last call, in order for each lane, including results of copies; empty if there are none.
-        Calls `wake` whenever one arrives."""
+        The worker calls `wake` whenever one arrives."""
         ...
 
     @property
@@ -134,7 +134,7 @@ class TransferPort(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PeerUp:
-    """A peer has introduced itself. The receiver owns the descriptors."""
+    """The event that a peer has introduced itself. The receiver owns the file descriptors."""
 
     name: str
     incarnation: int
@@ -144,7 +144,8 @@ class PeerUp:
 
 @dataclass(frozen=True, slots=True)
 class PeerDown:
-    """The connection has ended: the peer is gone, or sent an invalid message. No message of it follows."""
+    """The event that a connection has ended, and why: the peer is gone, or sent an invalid message. No message of it
+    follows."""
 
     name: str
     incarnation: int
@@ -161,7 +162,7 @@ class FromPeer:
 
 
 class PeerPort(Protocol):
-    """Connections to other instances, one for each."""
+    """The connections to other instances, one for each."""
 
     def drain(self) -> list[PeerUp | PeerDown | FromPeer]:
         """Events since the last call, in order for each peer. Each new one wakes the instance's loop."""
@@ -187,7 +188,7 @@ class MigrationPort:
         another instance it names that instance. Ignored if the request cannot move."""
 
     def finished(self, request_id: RequestId) -> None:
-        """Called when a request has ended; its offers have been withdrawn or acknowledged."""
+        """Called when a request has ended. Withdraws what it still offers, and refuses what is offered for it."""
 
     def drain(self, now: float, outgoing: list[ToFrontend]) -> list[RequestMessage]:
         """Handles messages of peers and expired leases. Returns messages of requests that ended by that, and appends to
@@ -204,7 +205,8 @@ class MigrationPort:
         return []
 
     def submit(self, plans: Iterable[PullPlan], now: float) -> list[RequestMessage]:
-        """Submits planned pulls; called after `take_events`. Returns messages of requests whose pull came too late."""
+        """Submits planned pulls; called after `take_events`. A pull whose offer is gone ends at once as not valid.
+        Returns messages of requests that ended by that."""
         return []
 
     def on_result(self, result: ConnectorResult, now: float) -> list[RequestMessage]:

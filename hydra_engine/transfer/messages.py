@@ -72,7 +72,7 @@ class Renew(msgspec.Struct, frozen=True, tag=True):
 
 class Ack(msgspec.Struct, frozen=True, tag=True):
     """Target to source: all blocks have been copied and were valid; the source may forget the offer. `block_s`: mean
-    seconds that the target takes to copy a block of KV; 0 before the first copy, and for features."""
+    seconds that the target has taken to copy a block of KV, from any source; 0.0 before its first copy of KV."""
 
     incarnation: int
     sequence: int

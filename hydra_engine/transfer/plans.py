@@ -24,7 +24,7 @@ class KvEnd:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PullPlan:
-    """A copy of blocks of another instance, which it offers, into blocks of this one.
+    """A copy of offered blocks of another instance into blocks of this one.
 
     `offer`: the offer's number at this scheduler. Block `first_block + i` of the offer goes to `block_ids[i]`. `last`:
     after this copy everything is here, if the offer is still valid at its end.
@@ -41,7 +41,7 @@ class PullPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PullJob:
-    """A PullPlan in the form of the transfer lane.
+    """A pull as the transfer lane runs it, a whole one (a PullPlan) or a piece of it.
 
     Slot `slot` of the peer's control words holds `word` while offer `sequence` is valid; it is read after the copy has
     completed, and decides. `ticket`: number of this piece of a pull through host memory, whose `source_blocks` are in

@@ -364,8 +364,8 @@ class Destination:
     # ---- time
 
     def renewals(self, now: float) -> list[tuple[str, Renew | Refuse]]:
-        """Returns (peer, message) pairs to send: all refusals since the last call, and every `renew_s` one renewal to
-        each peer whose offers are wanted. Also forgets old unclaimed offers."""
+        """Returns (peer, message) pairs to send: the refusals that `expect`, `on_offer` and `end` have left to send,
+        and every `renew_s` one renewal to each peer whose offers are wanted. Also forgets old unclaimed offers."""
         messages: list[tuple[str, Renew | Refuse]] = [*self._refusals]
         self._refusals.clear()
         for state in self._records.peers.values():
@@ -383,7 +383,7 @@ class Destination:
         return messages
 
     def next_deadline(self) -> float:
-        """The next time at which `renewals` has work; infinite if never."""
+        """The next time at which `renewals` has work; minus infinity if it has some now, infinite if never."""
         if self._refusals:
             return -math.inf
         deadline = math.inf

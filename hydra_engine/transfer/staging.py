@@ -154,8 +154,8 @@ class StagedPulls:
         return self._ask(pull)
 
     def on_staged(self, peer: str, staged: Staged) -> PullJob | None:
-        """Returns the copy job of a piece, with its ticket; `end_copy` must follow. None if no pull waits for the piece
-        any more."""
+        """Returns the copy job of a piece, with its ticket; `end_copy` must follow. None, counted as ignored, if no
+        pull from this peer waits for a piece of that ticket and size."""
         pull = self._of_ticket.get(staged.ticket)
         begin, end = (0, 0) if pull is None else pull.tickets[staged.ticket]
         if pull is None or pull.job.peer != peer or len(staged.blocks) != end - begin:

@@ -62,6 +62,7 @@ class PeerConnector(Connector):
         self._block_s = 0.0  # seconds to copy a KV block of this instance, as its readers report; 0.0: unknown
 
     def attach(self, requests: object, times: StepTimes, finish: Finish) -> None:
+        """Creates the parts that need the scheduler's tables. Called once, before any other hook."""
         assert isinstance(requests, RequestTable)
         self._requests, self._times, self._finish = requests, times, finish
         self._events = RemoteEvents()
@@ -74,6 +75,7 @@ class PeerConnector(Connector):
     # ---- hooks of the scheduler
 
     def on_arrival(self, state: RequestState) -> None:
+        """Sets the handover state of a request in which other instances take part."""
         state.connector_state = HandoverState(RemoteKv() if state.external_kv else None)
 
     def parks(self, state: RequestState) -> bool:
@@ -83,13 +85,18 @@ class PeerConnector(Connector):
         self._parked.requeue(state)
 
     def before_language(self, step: OpenStep) -> None:
+        """Admits requests whose KV comes from other instances, ahead of all prefills; may preempt for them."""
         self._admission.admit(step.now, step)
 
     def on_computed(self, state: RequestState, now: float, *, sampled: bool) -> None:
+        """Offers the KV of a request that decodes elsewhere: after its last chunk (`sampled`), with `early_kv` after
+        every chunk."""
         if Role.D not in state.stages and (sampled or self._cluster.early_kv):
             self.offers.offer_kv(state, now, ends=sampled)
 
     def chunk_end(self, state: RequestState) -> int:
+        """The end of the next part of a prompt that decodes elsewhere (`part_end`), since KV is offered between chunks;
+        `num_tokens` if prompts are not split for copies, or it decodes here."""
         if Role.D in state.stages or not (part_tokens := self._part_tokens()):
             return state.num_tokens
         return part_end(state.num_planned, state.num_tokens, part_tokens, self._requests.kv.block_size)
@@ -142,6 +149,8 @@ class PeerConnector(Connector):
         return self._quota.has_room(job, index, num_blocks, now, may_evict=may_evict)
 
     def on_image(self, state: RequestState, index: int, now: float) -> None:
+        """Asks for the features of a remote image or refuses offers of them; offers or withdraws features of an encode
+        job."""
         if index in state.external_images:
             self.pulls.images.request(state, index)
         elif state.is_encode_job:
@@ -154,13 +163,15 @@ class PeerConnector(Connector):
             self._events.add(NeedDecoder(state.request.id))
 
     def may_preempt(self, state: RequestState) -> bool:
-        """False while KV is being copied into its blocks; the request is preempted when that copy has ended."""
+        """False while KV is being copied into its blocks. The request is then preempted when that copy has ended,
+        unless it was the last and all KV is here."""
         if (remote_kv := remote_kv_of(state)) is None or remote_kv.copied_offer is None:
             return True
         remote_kv.preempt_after_copy = True
         return False
 
     def on_blocks_freed(self, state: RequestState) -> None:
+        """Withdraws the KV that the request offers, and forgets what was copied into its blocks."""
         self.offers.withdraw_kv(state)
         if (remote_kv := remote_kv_of(state)) is not None:
             remote_kv.num_copied, remote_kv.preempt_after_copy = 0, False
@@ -174,6 +185,8 @@ class PeerConnector(Connector):
                 self._events.add(message)
 
     def on_end(self, state: RequestState, ending: Ending) -> None:
+        """Withdraws what the request offers, except KV that has been fetched (MOVED), and refuses what is offered for
+        it."""
         if state.is_encode_job:
             self.offers.withdraw_features(state)
         if ending.reason != Departure.MOVED:
@@ -186,6 +199,7 @@ class PeerConnector(Connector):
         return bool(handover_of(state).images_copied)
 
     def with_counts(self, status: Status) -> Status:
+        """The status with the numbers of requests that wait for peers; encode jobs count as encoding."""
         parked = self._parked
         return msgspec.structs.replace(
             status,
@@ -205,8 +219,8 @@ class PeerConnector(Connector):
         return self._finish([state], now)
 
     def record_copy(self, block_s: float) -> None:
-        """Records that an offer of this instance was copied, at `block_s` seconds per block, as a moving mean. Ignores
-        0.0: not measured."""
+        """Records the mean seconds that a reader of this instance takes to copy a block of KV, in a moving mean over
+        all readers. Ignores 0.0: not measured."""
         if block_s:
             self._block_s = block_s if not self._block_s else self._block_s + _NEW_SHARE * (block_s - self._block_s)
 

@@ -30,8 +30,8 @@ _KV = -1  # key of the KV in `HandoverState.offered_s`; keys from 0 are images
 
 
 class Offers:
-    """The offers of this instance. Methods that take ids ignore unknown ids and ended requests. Methods that return
-    messages have ended the request."""
+    """The offers of this instance. Methods with a `request_id` ignore unknown ids and ended requests. Those that return
+    messages return the messages of a request that they ended, [] if they ended none."""
 
     def __init__(self, requests: RequestTable, events: RemoteEvents, finish: Finish) -> None:
         self._requests = requests
@@ -58,6 +58,7 @@ class Offers:
             self._requests.requeue(state)
 
     def _kv_end(self, state: RequestState, earlier: tuple[int, ...] | None) -> KvEnd:
+        """The end of the request's KV, with the times of its tokens so far."""
         timeline = self._requests.timelines[state.request.id]
         times = timeline.last_token_s, timeline.first_token_s, timeline.late_gaps
         return KvEnd(state.num_prefilled, state.generated[-1], *times, earlier)

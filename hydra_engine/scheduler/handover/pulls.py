@@ -95,8 +95,8 @@ class RemoteImages:
 
 
 class Pulls:
-    """The pulls of one instance. Blocks that a copy in flight writes to belong to the copy: until it ends, neither they
-    are evicted nor is their request preempted.
+    """The pulls of one instance. Blocks that a copy in flight writes to belong to the copy: until it ends, features are
+    not evicted from them, and a request whose KV is copied is not preempted.
 
     The order of age leaves no cycle of waiting between instances. Features have the same order (age, then place in the
     prompt) where they are encoded and where they are needed, and on both sides an earlier image evicts later ones. KV
@@ -299,7 +299,7 @@ class Pulls:
     def _end_kv(self, state: RequestState, plan: PullPlan, now: float, *, valid: bool) -> None:
         """Counts the copied blocks or, after the last copy, continues the request. If the copy is not `valid` or its
         offer has been replaced or withdrawn, frees the blocks: the request starts again. Preempts the request if that
-        waited for the copy."""
+        waited for the copy and more KV is still to come."""
         requests, remote_kv = self._requests, remote_kv_of(state)
         assert remote_kv is not None and remote_kv.copied_offer == plan.offer, "a copy ends that never began"
         remote_kv.copied_offer = None

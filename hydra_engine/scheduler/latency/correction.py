@@ -105,4 +105,5 @@ class Correction:
 
 
 def _bounded(ratio: float) -> float:
+    """The ratio, or `LOWEST` or `HIGHEST` if it lies beyond."""
     return min(HIGHEST, max(LOWEST, ratio))

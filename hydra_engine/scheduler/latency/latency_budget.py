@@ -148,6 +148,8 @@ class LatencyBudgets(Budgets):
         return with_limits(pending, requests, ready, due)
 
     def language(self, pending: PendingWork) -> StepBudget:
+        """The budget of the next language step: the largest that keeps the limit of its decodes. Longer steps, for a
+        first token at risk or a starved prefill, are described at the class."""
         tpot_limit_s = pending.tpot_limit_s
         highest = max(0, self._config.max_step_tokens - pending.num_decodes)
         if not pending.num_decodes or tpot_limit_s == math.inf:
@@ -300,6 +302,7 @@ class LatencyBudgets(Budgets):
         return (target_s - self._correction.pause_s) / self._correction.high(kind)
 
     def predict(self, load: LanguageLoad) -> float | None:
+        """Expected seconds of a step that has the device to itself, corrected by the median of recent steps."""
         return self._surface.language_s(load) * self._correction.middle(kind_of(load, 0.0))
 
     # ---- vision steps
