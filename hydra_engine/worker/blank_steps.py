@@ -106,9 +106,9 @@ _MAX_TOKENS = 16  # of the prefill, and before the decode
 def warm_vision(
     model: ServedModel, vision: VisionSpec, cache: PagedCache, device: torch.device, *, whole: bool
 ) -> None:
-    """Encodes one dummy picture. Unless `whole`, only up to the tower's second layer, for devices where the first call
-    of an op costs about as much as any other: a tower takes seconds there, and later layers call the same ops. Does
-    nothing for a tower whose pictures the family's own processor plans."""
+    """Encodes one dummy picture. Unless `whole`, computes only the tower's first layer, for devices where the first
+    call of an op costs about as much as any other: a tower takes seconds there, and later layers call the same ops.
+    Does nothing for a tower whose pictures the family's own processor plans."""
     if vision.processor is not None:
         return  # its pictures are made elsewhere, and loading has run the tower on one
     item = vision.plan_image(_SIDE, _SIDE).items[0]

@@ -25,9 +25,9 @@ OUT_OF_MEMORY = Unavailable(
 
 
 def run_guarded(what: str, run: Callable[[], T]) -> T | ErrorInfo:
-    """Returns the result of `run`, or the error for the request that made it raise; logs the exception. OUT_OF_MEMORY:
-    memory ran out; the failed call's tensors are freed by then, and the caller returns cached memory to the device.
-    Raises BackendError if `run` does."""
+    """Returns the result of `run`, or the error for the request that made it raise; logs the exception. The error is
+    OUT_OF_MEMORY if the device's memory ran out: the failed call's tensors are freed by then, and the caller returns
+    cached memory to the device. Raises BackendError if `run` does."""
     try:
         return run()
     except BackendError:

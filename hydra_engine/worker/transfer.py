@@ -314,8 +314,8 @@ class Exchange:
         return checksums_of(self._caches[PoolKind(pool)], blocks)
 
     def open_peer(self, name: str, exports: Exports, descriptors: Sequence[int]) -> None:
-        """Maps the peer's memory. Closes the descriptors in any case. Raises TransferError if the memory cannot be
-        mapped or its blocks differ from the local ones."""
+        """Maps the peer's memory. Closes the descriptors in any case. Asserts that the peer is not open. Raises
+        TransferError if the memory cannot be mapped or its blocks differ from the local ones."""
         try:
             assert name not in self._peers, "a peer opened twice"
             peer = Peer(exports, descriptors, self._caches, self._device, through_host=self._through_host)

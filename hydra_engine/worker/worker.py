@@ -162,8 +162,7 @@ class Worker:
     # ---- steps
 
     def submit_vision(self, plan: VisionPlan) -> None:
-        """Queues the plan in its lane; `poll` returns the result. Asserts that there is such a lane, and its requests
-        are registered."""
+        """Queues the plan in its lane; `poll` returns the result. Asserts that there is such a lane."""
         assert self._vision is not None, "this worker has no vision lane"
         self._vision.submit(plan, [self._requests[item.request_id] for item in plan.items], self.deliver)
 
@@ -245,7 +244,8 @@ class Worker:
         )
 
     def _in_lane(self, thread: Lane, what: str, job: Job) -> ErrorInfo | None:
-        """Runs the job in the lane and waits for it. Returns its error; None if it succeeded."""
+        """Runs the job in the lane and waits for it. Returns its error, also that of a device failure; None if it
+        succeeded."""
         answers: SimpleQueue[ErrorInfo | None] = SimpleQueue()
 
         def run() -> None:
@@ -260,6 +260,7 @@ class Worker:
 
     @property
     def _lanes(self) -> list[VisionLane | LanguageLane]:
+        """The lanes that this role has, vision first."""
         return [lane for lane in (self._vision, self._language) if lane is not None]
 
     @property

@@ -354,10 +354,10 @@ class MaskTurns:
         return sorted([*behind, *left])
 
     def choose(self, plan: LanguagePlan, rows: Sequence[int]) -> list[int]:
-        """Computes masks of these rows until the budget is used and returns the rows that are left without one, longest
-        deferred first within a client. With `expected_only`, computes none and returns none if all are expected to fit.
-        Skips rows whose request failed. Each call pays off STEP_S of the time that a client's masks took beyond earlier
-        budgets."""
+        """Computes masks of these rows, of each client the longest deferred first, until the budget is used; returns
+        the rows that are left without one. With `expected_only`, computes none and returns none if all are expected to
+        fit. Skips rows whose request failed. Each call pays off STEP_S of the time by which a client's masks exceeded
+        earlier budgets."""
         self._step += 1
         self._owed_s = {client: owed_s - STEP_S for client, owed_s in self._owed_s.items() if owed_s > STEP_S}
         is_alone = len({request.client for request in self._slot_table.requests(plan)}) == 1

@@ -187,6 +187,7 @@ def _decode_columns(packed: Any, size: int, int32: Any, float32: Any) -> _Decode
 
 
 def _decode_sampling(columns: _DecodeColumns[Tensor]) -> SamplingTensors:
+    """The columns that `Ops.sample` reads."""
     return SamplingTensors(columns.temperatures, columns.top_k, columns.top_p, columns.min_p, columns.numbers)
 
 
@@ -318,8 +319,8 @@ class DecodeGraphs:
     # ---- replay
 
     def fits(self, rows: StepRows) -> bool:
-        """True if a graph of the current partition fits this step of decodes: it has the rows, and no position is
-        beyond the longest request. False for all steps once a replay has raised ValueError."""
+        """True if the smallest size that holds the rows of this step of decodes is captured on the current partition,
+        and no position is beyond the longest request. False for all steps once a replay has raised ValueError."""
         count = len(rows.block_tables)
         if self._refused or not self._captured or count > self.sizes[-1]:
             return False
@@ -722,7 +723,7 @@ class StepGraphs:
 
     @property
     def captured_sizes(self) -> tuple[int, ...]:
-        """Rows of the captured decode steps, ascending."""
+        """Rows of the decode steps captured on any partition, ascending."""
         return self.decodes.captured_sizes
 
     @property

@@ -133,9 +133,9 @@ class SlotTable:
     # ---- owners
 
     def begin_step(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> None:
-        """Begins the next step: gives the slots of the plan's chunks to their requests, with their sampling parameters.
-        `records[i]` belongs to `plan.chunks[i]`. With a new owner, or a chunk at position 0, the slot has no token, and
-        earlier failures no longer count."""
+        """Begins the next step: gives the slots of the plan's chunks to their requests, with their sampling parameters,
+        and ends deferrals of these requests. `records[i]` belongs to `plan.chunks[i]`. With a new owner, or a chunk at
+        position 0, the slot has no token, and earlier failures no longer count."""
         self.step += 1
         for chunk, record in zip(plan.chunks, records, strict=True):
             seq_slot, state = chunk.seq_slot, record.sampling_state
@@ -254,8 +254,8 @@ class SlotTable:
 
     @cached_property
     def last_tokens(self) -> Tensor:
-        """Last token of each slot, [num_seq_slots + 1] int64, at a fixed address. The lane creates it on first use, so
-        that the allocation is ordered on the lane's stream."""
+        """Last token of each slot, then of padding rows, [num_seq_slots + 1] int64, at a fixed address. The lane
+        creates it on first use, so that the allocation is ordered on the lane's stream."""
         return torch.zeros(self.padding + 1, dtype=torch.int64, device=self._device)
 
     def resolve(self, token_ids: Tensor, seq_slots: Tensor) -> Tensor:
@@ -279,8 +279,9 @@ class SlotTable:
     # ---- how often requests with penalties have had each token
 
     def counts(self, vocabulary: int) -> Tensor:
-        """Token counts [num_seq_slots + 1, V] int32 as in `Adjustments`, at a fixed address. The lane creates them on
-        first use. Rows of requests without penalties are meaningless."""
+        """Token counts [num_seq_slots + 1, V] int32 at a fixed address: 2 * occurrences in the output, + 1 if the token
+        is in the prompt (`Adjustments`). The lane creates them on first use. Rows of requests without penalties are
+        meaningless."""
         if self._counts is None:
             shape = self.padding + 1, vocabulary
             if self._device.type == "cpu":  # np.zeros writes no pages: those that nothing is counted in take no memory
@@ -290,7 +291,7 @@ class SlotTable:
         return self._counts
 
     def recount(self, seq_slots: Tensor, places: Tensor, counts: Tensor, vocabulary: int) -> None:
-        """Replaces the slots' counts, see `Recounts`; all on the device."""
+        """Replaces all counts of `seq_slots` by those in `Recounts`; all on the device."""
         table = self.counts(vocabulary)
         table.index_fill_(0, seq_slots, 0)
         table.view(-1).index_copy_(0, places, counts)

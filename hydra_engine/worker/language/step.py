@@ -120,7 +120,8 @@ class PromptScoring:
                 samples.scores.append((row, tuple(logprobs)))
 
     def _take(self, part: Tensor) -> None:
-        """Scores the next slice of logits [n, V]; slices come in the order of the rows."""
+        """Scores the next slice of logits [n, V]; slices come in the order of the rows. A row that is not finite marks
+        its chunk as failed."""
         logits = part.cpu().numpy()
         targets = self._targets[self._num_taken : self._num_taken + len(logits)]
         self._num_taken += len(logits)
@@ -229,7 +230,7 @@ class LanguageStep:
     def run(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> Samples | PendingSamples:
         """Launches the step. `records[i]` belongs to `plan.chunks[i]`. On an asynchronous device its samples are
         pending, unless a prompt is scored or the sampling after a replay failed. Raises what the model, the ops and the
-        device raise; the step can then be run again."""
+        device raise; unless the device failed, the step can then be run again."""
         context = self._begin(plan, records)
         rope: list[PromptPositions] | None = None
         if self._parts.multimodal_rope:

@@ -30,7 +30,8 @@ _MULTIPROCESSORS = 132  # of an H100 or H200; others have 108 to 148, for which 
 
 
 def filled_places(language: LanguageSpec, num_tokens: int) -> float:
-    """Share of all places, in all waves of the products of a layer, that have a tile with `num_tokens` rows."""
+    """Share of the multiprocessors' time slots that compute a tile, over the products of a layer with `num_tokens`
+    rows. A wave is one tile of 128 x 256 results for each multiprocessor; the last wave of a product is seldom full."""
     hidden, inner, heads = language.hidden_size, language.intermediate_size, language.num_heads * language.head_dim
     keys = 2 * language.num_kv_heads * language.head_dim
     tiled = waves = 0
@@ -44,9 +45,10 @@ def filled_places(language: LanguageSpec, num_tokens: int) -> float:
 def with_limits(
     config: EngineConfig, spec: ModelSpec, role: Role, dtype_bytes: int, own_bytes: int, weight_bytes: int | None
 ) -> tuple[EngineConfig, str | None]:
-    """Returns the configuration with both limits of a language step, and a note for the user on those that were chosen
-    here. Unchanged, and no note, if both are configured or the role has no language steps. `own_bytes`: the instance's
-    part of the device. `dtype_bytes`: bytes of an activation; `weight_bytes`: of a weight, if fewer."""
+    """Returns the configuration with both limits of a language step, the largest that fit the memory unless configured,
+    and a note for the user on those that were chosen here. Unchanged, and no note, if both are configured or the role
+    has no language steps. `own_bytes`: the instance's part of the device. `dtype_bytes`: bytes of an activation;
+    `weight_bytes`: of a weight, if fewer."""
     given = config.scheduler
     if not role.needs_language or (given.token_budget is not None and given.max_num_seqs is not None):
         return config, None

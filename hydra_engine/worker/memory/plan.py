@@ -386,11 +386,12 @@ def own_part(
     neighbours: Sequence[Role] = (),
     neighbour_configs: Sequence[EngineConfig] = (),
 ) -> tuple[int, tuple[str, ...]]:
-    """(bytes, reasons): the part of a GPU that an instance may fill. `neighbours`: roles of all instances on the
-    device, this one's among them; `neighbour_configs`: of each, () where all have that of this one. Each finds the same
-    parts, from what the model's JSON files and the configurations say of all: it gets what its role needs, and those
-    that keep KV divide what is left. What is free before loading counts for one that is alone there only: beside others
-    it depends on how far those have come."""
+    """(bytes, notes): the part of a GPU that an instance may fill. `neighbours`: roles of all instances on the device,
+    this one's among them; `neighbour_configs`: of each, () if all have this one's. Alone, it is
+    `gpu_memory_utilization` of the device, or what is free if that is less. Otherwise every instance gets what its role
+    needs, and those whose KV cache has no configured size divide the rest; if there is none of those, or needs exceed
+    the device, all divide the difference. All instances compute the same parts, from the model's JSON files and the
+    configurations alone: what is free depends on how much the others have loaded."""
     utilization = config.cache.gpu_memory_utilization
     budget = int(utilization * total_bytes)
     if len(neighbours) <= 1:
@@ -409,13 +410,13 @@ def own_part(
 
 
 def _fills(role: Role, config: EngineConfig) -> bool:
-    """True if the instance has a KV cache that takes what is left of the device."""
+    """True if the instance has a KV cache without a configured size, which takes what is left of the device."""
     return role.needs_language and config.cache.kv_cache_gib is None and config.cache.num_kv_blocks is None
 
 
 def _claim(needs: Needs) -> int:
-    """Bytes that an instance claims of a device, without a KV cache that fills it. Working memory counts twice, since
-    it is an estimate."""
+    """Bytes that an instance claims of a device, without a KV cache that fills it. Working memory and margin count
+    twice, since the former is an estimate."""
     working = estimate(needs.spec, needs.role, needs.config, needs.dtype_bytes)
     return sum(needs.weights) + needs.usual_cache_bytes + 2 * (working.total_bytes + MARGIN_BYTES)
 

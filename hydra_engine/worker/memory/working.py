@@ -155,8 +155,8 @@ def _step_graphs(
     steps: LargestSteps, spec: ModelSpec, role: Role, config: EngineConfig, decode_bytes: int
 ) -> list[FewerGraphs]:
     """Sets of graphs of language steps, the largest first: all; with prompts of at most a half, a quarter and an eighth
-    of the tokens, from FEW_TOKENS up; decodes alone. Bytes include the activation memory, which the graphs share. No
-    steps with prompts if the model has recurrent states."""
+    of the tokens, from FEW_TOKENS up; decodes alone. Bytes include the activation memory, which the graphs share.
+    Without prefill, steps with prompts have FEW_TOKENS at most; with recurrent states there are none."""
     scheduler, most = config.scheduler, MAX_TOKENS if Role.P in role else FEW_TOKENS
     sizes = (
         () if spec.language.has_states else mixed_sizes(scheduler.max_step_tokens, scheduler.max_running_requests, most)

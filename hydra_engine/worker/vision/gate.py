@@ -152,6 +152,7 @@ class DeviceGate(Gate):
     seen. Times are taken when the host learns of a mark, later than it is reached by as long as the lane takes to wake.
 
     `paced`: some step may have a finite allowance. Otherwise nothing waits, and an encode has two marks alone.
+    Methods as in `Gate`.
     """
 
     def __init__(self, clock: Clock, mark: Callable[[], Mark], *, paced: bool) -> None:

@@ -215,7 +215,7 @@ class EncodeGraphs:
         return len(self._captured.get((0, self.largest), ()))
 
     def replay(self, batch: VisionInput, slots: Int64s, num_patches: int) -> bool:
-        """Writes the features of the batch to `slots`. Returns False, without any work, if no graph fits.
+        """Writes the features of the batch to `slots`. Returns False, and launches nothing, if no graph fits.
         `num_patches`: patches of the batch. Calls `batch.checkpoint` between two graphs."""
         index = bisect_left(self.sizes, num_patches)
         if index == len(self.sizes):
