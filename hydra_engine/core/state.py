@@ -102,7 +102,7 @@ class RequestState:
     slot_known: bool = False  # a chunk has been planned since it started last, so the language lane knows its slot
     num_preemptions: int = 0
     preempted: bool = False  # here or in an earlier attempt: it starts only with free blocks for all it can need
-    starts_seen: int | None = None  # `StartedOrders.younger_than` when its wait for a start began; None: not counted
+    bypasses_at_wait: int | None = None  # `StartedOrders.younger_than` when its wait for a start began
     plans_in_flight: int = 0
     image_wait_since_s: float = 0.0  # since when some image waits for features
     ending: Ending | None = None
@@ -121,17 +121,17 @@ class RequestState:
     def new(
         cls,
         request: Request,
-        arrived: int,
+        arrival_number: int,
         now: float,
         *,
         stages: Role = EPD,
         external_images: frozenset[int] = frozenset(),
         external_kv: bool = False,
     ) -> RequestState:
-        """Returns the state of a request that arrives on an instance at time `now`; `arrived` is its serial number
-        there. If E is not among its `stages`, all images are external."""
+        """Returns the state of a request that arrives at time `now`, as number `arrival_number` of its instance. If E
+        is not among its `stages`, all images are external."""
         due_s = math.inf if request.slo.ttft_s is None else request.arrival_s + request.slo.ttft_s
-        order = request.age, arrived
+        order = request.age, arrival_number
         return cls(
             request=request,
             order=order,

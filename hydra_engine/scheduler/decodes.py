@@ -77,8 +77,8 @@ class DecodeTable:
 
     Invariants, for a decode: `starts` is `num_tokens - 1` of its state plus its tokens in flight, one for each of its
     rows in flight and one if its last chunk is in flight. Its row of `tables` has the blocks of positions before its
-    `shown`, and zeros behind. Entries that a plan may see are never changed, only appended behind; when a decode leaves
-    there is a new array, so nothing is copied while the same requests decode.
+    `num_visible`, and zeros behind. Entries that a plan may see are never changed, only appended behind; when a decode
+    leaves there is a new array, so nothing is copied while the same requests decode.
     """
 
     def __init__(self, num_seq_slots: int, block_size: int) -> None:
@@ -90,11 +90,11 @@ class DecodeTable:
         self._request_ids = _zeros(num_seq_slots)
         self._last_tokens = _zeros(num_seq_slots)
         self._starts = _zeros(num_seq_slots)  # position of the next row
-        self._lasts = _zeros(num_seq_slots)  # position of the last row that its max_new_tokens allow
+        self._last_starts = _zeros(num_seq_slots)  # position of the last row that its max_new_tokens allow
         self._offsets = _zeros(num_seq_slots)  # start - offset: tokens generated before the row
         self._chunk_in_flight = _zeros(num_seq_slots)  # 1 while its last chunk is in flight
         self._deferred: Bools = np.zeros(num_seq_slots, dtype=np.bool_)  # a row was deferred, later ones are in flight
-        self._shown = _zeros(num_seq_slots)  # positions whose blocks are in `tables`, a multiple of the block size
+        self._num_visible = _zeros(num_seq_slots)  # positions with blocks in `tables`, a multiple of the block size
         self._tables: BlockIds = np.zeros((num_seq_slots, SPARE_COLUMNS), dtype=np.int32)
         self._tables_shared = False  # True: plans in flight may hold the array
         self._max_blocks = 0  # capacity of the longest block table so far
@@ -135,15 +135,15 @@ class DecodeTable:
         self._seq_slots[index], self._request_ids[index] = seq_slot, request.id
         self._last_tokens[index] = _ABSENT if unread else state.generated[-1]
         self._starts[index] = start = state.num_tokens - 1 + unread
-        self._lasts[index] = request.max_total_tokens - 2
+        self._last_starts[index] = request.max_total_tokens - 2
         self._offsets[index] = len(request.prompt_token_ids) - 1
         self._chunk_in_flight[index], self._deferred[index] = unread, False
-        num_shown = -(-start // self._block_size)
-        self._shown[index] = num_shown * self._block_size
+        num_blocks = -(-start // self._block_size)
+        self._num_visible[index] = num_blocks * self._block_size
         self._max_blocks = max(self._max_blocks, len(blocks.block_ids))
-        self._reserve_columns(num_shown)
+        self._reserve_columns(num_blocks)
         self._tables[index] = 0
-        self._tables[index, :num_shown] = blocks.block_ids[:num_shown]
+        self._tables[index, :num_blocks] = blocks.block_ids[:num_blocks]
         self._sum_starts += start
         self._longest = max(self._longest, start)
         self._stop_ids.update(state.stop_ids)
@@ -165,8 +165,8 @@ class DecodeTable:
             self._tables, self._tables_shared = self._tables.copy(), False
         self._index_of[self._seq_slots[last]] = index
         self._index_of[seq_slot], self._members = _ABSENT, None
-        numbers = self._seq_slots, self._request_ids, self._last_tokens, self._starts, self._lasts, self._offsets
-        for column in (*numbers, self._chunk_in_flight, self._deferred, self._shown, self._tables):
+        numbers = self._seq_slots, self._request_ids, self._last_tokens, self._starts, self._last_starts, self._offsets
+        for column in (*numbers, self._chunk_in_flight, self._deferred, self._num_visible, self._tables):
             column[index] = column[last]
         self.states[index], self._generated[index] = self.states[last], self._generated[last]
         self._block_tables[index] = self._block_tables[last]
@@ -178,7 +178,7 @@ class DecodeTable:
         """Returns the indices of ready decodes that have no block for their next row. Makes blocks that are allocated
         already visible to plans first: a request that was preempted before got all its blocks at its start."""
         indices, starts = ready.indices, ready.starts
-        at_end = starts >= self._shown[indices]
+        at_end = starts >= self._num_visible[indices]
         if not np.count_nonzero(at_end):
             return _NO_INDICES
         missing = at_end.nonzero()[0] if isinstance(indices, slice) else indices[at_end]
@@ -186,7 +186,7 @@ class DecodeTable:
         for index, start in zip(missing.tolist(), starts[at_end].tolist(), strict=True):
             table = self._block_tables[index]
             if table.num_slots > start:
-                allocated[index] = int(table.block_ids[self._shown[index] // self._block_size])
+                allocated[index] = int(table.block_ids[self._num_visible[index] // self._block_size])
         if not allocated:
             return missing
         self.append_blocks(np.array(list(allocated)), list(allocated.values()))
@@ -194,10 +194,10 @@ class DecodeTable:
 
     def append_blocks(self, indices: Int64s, blocks: Sequence[int]) -> None:
         """Appends the block in which its next row lies to the block table of each decode as plans see it."""
-        columns = self._shown[indices] // self._block_size
+        columns = self._num_visible[indices] // self._block_size
         self._reserve_columns(int(columns.max()) + 1)
         self._tables[indices, columns] = blocks
-        self._shown[indices] += self._block_size
+        self._num_visible[indices] += self._block_size
 
     def _reserve_columns(self, count: int) -> None:
         """Widens the tables to at least `count` columns, by copy; plans in flight keep the old array."""
@@ -219,7 +219,7 @@ class DecodeTable:
         `max_new_tokens` allows."""
         everyone = slice(0, len(self.states))
         starts = self._starts[everyone].copy()
-        may = (starts <= self._lasts[everyone]) & ~self._deferred[everyone]
+        may = (starts <= self._last_starts[everyone]) & ~self._deferred[everyone]
         if np.count_nonzero(may) == len(starts):
             return ReadyDecodes(everyone, starts, self._sum_starts + len(starts))
         return _ready(may.nonzero()[0], starts[may])
@@ -372,7 +372,7 @@ class DecodeTable:
     ) -> list[tuple[RequestState, Ending]]:
         """Returns the requests that end with this token. Checks only those at their last row, or with a token that ends
         some decode in the table."""
-        ended = starts >= self._lasts[indices]
+        ended = starts >= self._last_starts[indices]
         if not self._stop_ids.keys().isdisjoint(token_list):
             ended |= np.isin(token_ids, list(self._stop_ids))
         rows = ended.nonzero()[0]

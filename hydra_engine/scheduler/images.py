@@ -55,10 +55,10 @@ class ImageTracker:
             if state.images[index] == ImageProgress.CACHED and image.end > cached_tokens:
                 progress = self._need(state, index)
                 if progress == ImageProgress.WAITING:
-                    self._waits(state, index, now)
+                    self._begin_image_wait(state, index, now)
                 self._set(state, index, progress, now)
 
-    def lose_kv(self, state: RequestState) -> None:
+    def on_kv_freed(self, state: RequestState) -> None:
         """Sets consumed images back to CACHED when the KV of a request is freed; the next lookup decides whether they
         need features again."""
         for index, progress in enumerate(state.images):
@@ -118,7 +118,7 @@ class ImageTracker:
         granted = self._features.reserve(key)
         assert granted, "room was made and is gone"
         state.images_planned.add(index)
-        self._follow(key, now)
+        self._copy_progress(key, now)
 
     def finish(self, key: FeatureKey, now: float, *, failed: bool) -> list[RequestState]:
         """Records the end of an encode or a load. Returns the requests with images that use the features, ended but not
@@ -129,7 +129,7 @@ class ImageTracker:
         users = self._features.users(key)
         self._features.finish(key, failed=failed)
         if users:
-            self._follow(key, now)
+            self._copy_progress(key, now)
         return [self._states[request_id] for request_id in dict.fromkeys(r for r, _ in users)]
 
     def end_image_waits(self, users: Iterable[RequestState], own: Container[RequestId], now: float) -> None:
@@ -151,8 +151,8 @@ class ImageTracker:
         """Frees the blocks of encoded features; images that use them wait again."""
         self._features.evict(key)
         for request_id, index in self._features.users(key):
-            self._waits(self._states[request_id], index, now)
-        self._follow(key, now)
+            self._begin_image_wait(self._states[request_id], index, now)
+        self._copy_progress(key, now)
 
     def encoded_features(self) -> Iterator[EncodedFeatures]:
         """Yields the encoded features that images of requests use."""
@@ -167,7 +167,7 @@ class ImageTracker:
         num_tokens = state.request.images[index].num_tokens
         return self._features.need((state.request.id, index), state.image_keys[index], num_tokens)
 
-    def _waits(self, state: RequestState, index: int, now: float) -> None:
+    def _begin_image_wait(self, state: RequestState, index: int, now: float) -> None:
         """Records times: an image of the request waits for features from now on. Called before its progress is set to
         WAITING."""
         if ImageProgress.WAITING not in state.images:
@@ -175,7 +175,7 @@ class ImageTracker:
         if index not in state.external_images:
             self._timelines[state.request.id].start_encode_wait(now)
 
-    def _follow(self, key: FeatureKey, now: float) -> None:
+    def _copy_progress(self, key: FeatureKey, now: float) -> None:
         """Copies the progress of the features to all images that use them, and moves their requests to the queues of
         their phases."""
         progress = self._features.progress(key)

@@ -167,7 +167,7 @@ class RequestTable:
         if live and state not in (queue := self.queues[phase]):
             queue.push(state)
             if phase is RequestPhase.ENCODING:
-                state.starts_seen = None  # bypasses are not counted while it waits for images
+                state.bypasses_at_wait = None  # bypasses are not counted while it waits for images
             elif phase is RequestPhase.WAITING:
                 self.count_bypasses(state)
             elif phase is RequestPhase.DECODING:
@@ -181,8 +181,8 @@ class RequestTable:
 
     def count_bypasses(self, state: RequestState) -> None:
         """Begins to count the younger requests that start before this one, unless they are counted already."""
-        if state.starts_seen is None:
-            state.starts_seen = self._started.younger_than(state.order)
+        if state.bypasses_at_wait is None:
+            state.bypasses_at_wait = self._started.younger_than(state.order)
 
     def phase_of(self, state: RequestState) -> RequestPhase:
         """The phase that follows from the state and the blocks of a request."""
@@ -246,7 +246,7 @@ class RequestTable:
             self.timelines[state.request.id].add_cache_hit(now, state.num_computed)
         if not state.num_preemptions:
             state.cached_tokens = state.num_computed
-        state.starts_seen, state.slot_known = None, False
+        state.bypasses_at_wait, state.slot_known = None, False
         others = (next((other.order for other in queue if other is not state), None) for queue in self.startable)
         self._started.add(state.order, min((order for order in others if order is not None), default=None))
         if state.images:
@@ -259,9 +259,9 @@ class RequestTable:
     def is_overdue(self, state: RequestState) -> bool:
         """True if at least `max_bypass` younger requests have started since this one began to wait for its start."""
         started = self._started.younger_than(state.order)
-        if state.starts_seen is None:  # it waits for images, and is considered for the first time
-            state.starts_seen = started
-        return started - state.starts_seen >= self._max_bypass
+        if state.bypasses_at_wait is None:  # it waits for images, and is considered for the first time
+            state.bypasses_at_wait = started
+        return started - state.bypasses_at_wait >= self._max_bypass
 
     def preempt(self, state: RequestState, now: float) -> bool:
         """Frees the KV of a running request, which keeps its age, its tokens and its unconsumed features; it waits
@@ -295,7 +295,7 @@ class RequestTable:
         self.kv.free(request_id)
         self.seq_slots.free(request_id)
         state.num_prefilled = state.num_published = 0
-        self.images.lose_kv(state)
+        self.images.on_kv_freed(state)
         self.requeue(state)
 
     def defer(self, state: RequestState) -> None:

@@ -162,16 +162,16 @@ def check_decodes(table: DecodeTable, members: dict[int, tuple[RequestState, Blo
         start = int(table._starts[index])
         assert start == state.num_tokens - 1 + unread[index], f"{where}: position of its next row"
         assert start - table._offsets[index] == state.num_generated + unread[index], f"{where}: count"
-        assert start <= table._lasts[index] + 1, f"{where} is planned beyond its end"
+        assert start <= table._last_starts[index] + 1, f"{where} is planned beyond its end"
         assert not table._deferred[index] or unread[index], f"{where} waits for nothing"
         if state.generated and not unread[index]:
             assert table._last_tokens[index] == state.generated[-1], f"{where}: last token"
-        num_shown = int(table._shown[index]) // table._block_size
+        num_blocks = int(table._num_visible[index]) // table._block_size
         assert table._block_tables[index] is blocks, f"{where} has another's blocks"
-        assert table._shown[index] <= blocks.num_slots, f"{where} shows blocks that it does not have"
+        assert table._num_visible[index] <= blocks.num_slots, f"{where} shows blocks that it does not have"
         row = table._tables[index]
-        assert row[:num_shown].tolist() == blocks.blocks()[:num_shown], f"{where}: block table"
-        assert not row[num_shown:].any(), f"{where}: block table behind its blocks"
+        assert row[:num_blocks].tolist() == blocks.blocks()[:num_blocks], f"{where}: block table"
+        assert not row[num_blocks:].any(), f"{where}: block table behind its blocks"
 
 
 def check_times(times: DecodeTimes, states: list[RequestState]) -> None:

@@ -126,7 +126,7 @@ class ParkedRequests:
             if parking is not None:
                 self.queues[parking].push(state)
             if parking is Parking.REMOTE_PREFILL:
-                state.starts_seen = None  # bypasses are not counted while it waits for an offer
+                state.bypasses_at_wait = None  # bypasses are not counted while it waits for an offer
             elif parking is Parking.KV_OFFERED:
                 self._requests.count_bypasses(state)
         set_indexed(self.unfetched, state, belongs=state.ending is None and state.needs_load)
