@@ -104,7 +104,7 @@ class Graph(Protocol):
     num_bytes: int  # device memory that the capture took
 
     def replay(self) -> None:
-        """Launches them again on the calling lane, with what their memory holds then."""
+        """Launches the graph on the calling lane; it reads and writes the memory that it was captured with."""
         ...
 
 
@@ -160,7 +160,8 @@ class Lane(Protocol):
     name: str
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Appends a job, which runs after all earlier ones in torch's inference mode, and returns at once.
+        """Appends a job, which runs in torch's inference mode after all earlier ones, and on the device after what the
+        calling thread has launched. Returns at once.
 
         Jobs handle their own errors: an exception that leaves a job is logged and ends the lane. Raises RuntimeError
         then, and after `close`.
@@ -168,7 +169,7 @@ class Lane(Protocol):
         ...
 
     def close(self) -> None:
-        """Waits for all submitted jobs and stops the thread. Idempotent."""
+        """Waits for all submitted jobs and for what they have launched, and stops the thread. Idempotent."""
         ...
 
 

@@ -105,6 +105,7 @@ class QuantizedWeight:
             self._check_blocks(self.block_scales)
 
     def _check_blocks(self, block_scales: Tensor) -> None:
+        """Requires block scales of the right shape and dtype, and groups that do not cross blocks. Raises ValueError."""
         shape = self.num_out, self.num_in // BLOCK, 1 if self.offsets is None else 2
         if block_scales.shape != shape or block_scales.dtype is not torch.float16:
             raise ValueError(f"block_scales: expected {list(shape)} float16, got {_described(block_scales)}")
@@ -330,8 +331,10 @@ def float8_block_scales(scales: Tensor) -> Tensor | None:
 
 
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a * b + c in float64, rounded to float32."""
     return (a.double() * b.double() + c.double()).float()
 
 
 def _described(tensor: Tensor) -> str:
+    """Shape and dtype of the tensor, for error messages."""
     return f"{list(tensor.shape)} {tensor.dtype}"

@@ -102,8 +102,10 @@ def all_cores(backend: Backend) -> Iterator[None]:
 
 
 def op_choices(device: str, *, backend: str = "auto") -> tuple[OpChoice, ...]:
-    """The `Ops.choices` of a float32 backend, made for this question. Sets no threads and launches nothing. Parameters
-    and errors as of `create_backend`."""
+    """Creates a float32 backend and returns its `Ops.choices`. Sets no threads and launches nothing on a GPU.
+
+    Parameters and errors as of `create_backend`.
+    """
     return create_backend(device, torch.float32, backend=backend, threads=1, for_this_thread=False).ops.choices()
 
 
@@ -156,8 +158,8 @@ def resolve_dtype(
     """Returns (dtype of activations, the reason, which also says if matrices keep another).
 
     dtype: "auto" or a key of DTYPES. checkpoint_dtype: of the stored weights, as "bfloat16". backend: one of BACKENDS.
-    device: "cpu" or "cuda:N". "auto" is the checkpoint's 16-bit dtype on a GPU, bfloat16 on a CPU with native ops and a
-    bfloat16 dot product, else float32. Raises ConfigError for another `dtype`.
+    device: "cpu" or "cuda:N". "auto" for a 16-bit checkpoint is its dtype on a GPU and bfloat16 on a CPU with native
+    ops and a bfloat16 dot product, in all other cases float32. Raises ConfigError for another `dtype`.
     """
     chosen, reason = _resolve_dtype(dtype, checkpoint_dtype, backend, device)
     kept = weights_dtype(chosen, checkpoint_dtype, backend, device)
