@@ -298,7 +298,7 @@ class HeadNorms(NamedTuple):
 
 
 class DeferredNorm(NamedTuple):
-    """The rows of an rms_norm(rows, weight, eps) that is not computed yet; the op that takes it as its input computes
+    """The rows of an rms_norm(rows, weight, eps) that is not computed yet; the op that gets this as its input computes
     it. Invalid once `rows` is overwritten."""
 
     rows: Tensor  # [T, C]

@@ -105,7 +105,7 @@ class QuantizedWeight:
             self._check_blocks(self.block_scales)
 
     def _check_blocks(self, block_scales: Tensor) -> None:
-        """Requires block scales of the right shape and dtype, and groups that do not cross blocks. Raises ValueError."""
+        """Requires block scales of this format's shape, float16, and groups that do not cross blocks."""
         shape = self.num_out, self.num_in // BLOCK, 1 if self.offsets is None else 2
         if block_scales.shape != shape or block_scales.dtype is not torch.float16:
             raise ValueError(f"block_scales: expected {list(shape)} float16, got {_described(block_scales)}")

@@ -1,6 +1,6 @@
 """Chooses device and ops, once, at start: the only module that asks what this machine has.
 
-"auto" takes a GPU if all that it needs is there (`devices.py`), else the native extension, and logs one sentence on
+"auto" chooses a GPU if all that it needs is there (`devices.py`), else the native extension, and logs one sentence on
 what is missing. A device or backend asked for by name is used or refused, never replaced. Does not know models; imports
 GPU libraries only if a GPU is used.
 """
@@ -53,8 +53,9 @@ def create_backend(
 ) -> Backend:
     """Creates the backend of an instance.
 
-    device: "auto", "cpu", "cuda" or "cuda:N". dtype: of activations. backend: one of BACKENDS. deterministic: as
-    `resolve_deterministic` takes it. threads: per lane, None for all usable cores. lane_priority: a key of NICENESS.
+    device: "auto", "cpu", "cuda" or "cuda:N". dtype: of activations. backend: one of BACKENDS. deterministic:
+    batch-invariant ops, None for the device's default. threads: per lane, None for all usable cores. lane_priority: a
+    key of NICENESS.
     sm_split: SMs of the language lane in each partition (`Partitions`), () not to divide the GPU. attention: of a GPU,
     a result of `resolve_attention`; "auto" measures its kernels with the model's `shapes`, needed then alone. profiles:
     folder where measurements are kept, None to keep none. for_this_thread: also sets thread counts and GPU of the

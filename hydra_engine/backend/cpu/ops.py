@@ -218,8 +218,9 @@ def _rows(rows: StateRows, tokens: int, states: Tensor, layer: int) -> _Rows:
 class SamplingOps:
     """The sampling ops of `Ops`, multithreaded over rows (csrc/cpu/sampling), computed in float64.
 
-    Logits are float32, or float64 where adjusted logits must not be rounded: `adjust_logits` and `score_tokens` take
-    either and return its dtype, `sample` takes float64 if the columns of `sampling` are, `best_tokens` float32 alone.
+    Logits are float32, or float64 where adjusted logits must not be rounded: `adjust_logits` and `score_tokens`
+    accept either and return its dtype, `sample` accepts float64 if the columns of `sampling` are, `best_tokens` float32
+    alone.
     """
 
     @staticmethod
