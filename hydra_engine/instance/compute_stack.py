@@ -298,7 +298,7 @@ def _backend(
 
 
 def _tower(spec: ModelSpec) -> Tower | None:
-    """The shape of the vision model's attention; None if there is no vision model or its shape is not known."""
+    """The shape of the vision model's attention; None if there is no vision model, or if transformers computes it."""
     attention = None if spec.vision is None else spec.vision.attention
     return None if attention is None else Tower(*attention)
 

@@ -59,7 +59,8 @@ class Hooks:
 
 
 def make_gate(device: Device, config: SchedulerConfig) -> Gate:
-    """The gate that pauses the vision lane: on the device if that is asynchronous, else on the host."""
+    """The gate that limits the seconds of vision beside a language step. On an asynchronous device it counts device
+    time, and makes encodes wait only if there is a TPOT limit; elsewhere it counts wall time."""
     if device.asynchronous:
         return DeviceGate(MonotonicClock(), device.mark, paced=config.tpot_slo is not None)
     return LaneGate(MonotonicClock())

@@ -7,7 +7,7 @@ of the pool belongs to one piece at a time, and a staged piece waits for one cop
 flight at once: one is written while another is read.
 
 A piece lives as long as its offer. When the offer ends, for whatever reason, its control word is invalidated first, and
-then its pieces are taken back without asking: a target that reads too late learns it from the control word, as it does
+then the blocks of its pieces are free again: a target that reads too late learns it from the control word, as it does
 when it reads the source's own memory. `Staging` is the source's half, `StagedPulls` the target's. Messages arrive once
 and in order, as on one connection, and end with it. Neither half sends or copies.
 """

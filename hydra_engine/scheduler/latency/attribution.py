@@ -2,8 +2,7 @@
 a preemption, a hand-over, a slow step, the CPU.
 
 The scheduler reports every step that has ended, the vision step in flight, and requests whose KV is gone or comes from
-another instance; it asks only about late tokens. Reads no clock; times are arguments. Does not know plans or the
-readers of an answer.
+another instance; it asks only about late tokens. Reads no clock; times are arguments. Does not know plans.
 """
 
 from __future__ import annotations

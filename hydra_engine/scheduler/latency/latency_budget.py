@@ -407,8 +407,8 @@ class LatencyBudgets(Budgets):
 
 
 def _largest(seconds: Callable[[int], float], allowed: float, high: int, *, low: int = 0, guess: int = 0) -> int:
-    """The largest count in [low, high] with `seconds(count) <= allowed`, or `low` if there is none. `seconds` is
-    ascending.
+    """The largest count in [low, high] with `seconds(count) <= allowed`, or `low` if there is none. `seconds`
+    must not fall as the count grows.
 
     Starts at `guess`, if that lies inside, and moves away from it in growing steps until it has passed the answer; then
     bisects.
