@@ -17,8 +17,8 @@ from hydra_engine.scheduler.hooks import OpenStep
 from hydra_engine.scheduler.scheduler import StageScheduler
 from hydra_engine.scheduler.step import (
     LanguagePlanner,
-    LanguageStep,
     NeedsResult,
+    PlannedStep,
     PrefillStarter,
     StepBuilder,
     pending_work,
@@ -93,13 +93,13 @@ class WholePrompts(LanguagePlanner):
         requests, _, config = given
         self._starter = WholeStarter(requests, config)
 
-    def plan(self, step_id: StepId, now: float, *, ahead: bool, patches_in_flight: int) -> LanguageStep | None:
+    def plan(self, step_id: StepId, now: float, *, ahead: bool, patches_in_flight: int) -> PlannedStep | None:
         builder = WholeStepBuilder(self._requests, now, ahead=ahead)
         ready = ReadyDecodes(slice(0, 0), np.zeros(0, dtype=np.int64), 0)
         can_start = not self._starter.is_full
         pending = pending_work(self._requests, ready, patches_in_flight, can_start=can_start, now=now)
         budget = self._budgets.language(pending)
-        builder.left = budget.tokens
+        builder.tokens_left = budget.tokens
         try:
             self._starter.start(builder, self._continue_prefills(builder))
             if not builder.chunks:
@@ -108,7 +108,7 @@ class WholePrompts(LanguagePlanner):
                     self._continue_prefills(builder)
         except NeedsResult:
             return None
-        return self._rows(step_id, ready, builder, budget, ahead=ahead)
+        return self._build_plan(step_id, ready, builder, budget, ahead=ahead)
 
 
 class WholeStarter(PrefillStarter):
@@ -129,16 +129,16 @@ class WholeStarter(PrefillStarter):
         assert isinstance(step, WholeStepBuilder)
         if cached is None or step.takes(state.num_tokens - len(cached) * self._kv.block_size):
             return cached
-        step.left = 0  # no other request gets the rest of the budget
+        step.tokens_left = 0  # no other request gets the rest of the budget
         return None
 
 
 class WholeStepBuilder(StepBuilder):
-    def chunk_of(self, state: RequestState) -> int:
+    def next_chunk_tokens(self, state: RequestState) -> int:
         """The whole rest that can be computed, or 0."""
         num_tokens = state.num_computable - state.num_planned
         return num_tokens if self.takes(num_tokens) else 0
 
     def takes(self, num_tokens: int) -> bool:
         """The first prompt may exceed the budget."""
-        return not self.chunks or num_tokens <= self.left
+        return not self.chunks or num_tokens <= self.tokens_left

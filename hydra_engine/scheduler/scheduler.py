@@ -30,7 +30,7 @@ from hydra_engine.scheduler.hooks import Connector, StepObserver, Work
 from hydra_engine.scheduler.report import scheduler_status
 from hydra_engine.scheduler.requests import RequestTable
 from hydra_engine.scheduler.results import ResultProcessor
-from hydra_engine.scheduler.step import LanguagePlanner, LanguageStep
+from hydra_engine.scheduler.step import LanguagePlanner, PlannedStep
 from hydra_engine.scheduler.step_stats import SpeedMeter, StepTimes
 from hydra_engine.scheduler.vision import VisionPlanner
 
@@ -90,7 +90,7 @@ class StageScheduler:
         self._connector.set_role(role)
         self._max_vision_plans = vision_plans
         self._vision_plans: deque[VisionPlan] = deque()  # in flight, the first one runs
-        self._language_steps: dict[StepId, LanguageStep] = {}
+        self._language_steps: dict[StepId, PlannedStep] = {}
         self._next_step = 0
         self.language_due_s = math.inf  # time of the next call of `plan_language` that no event announces
         self._language_ended_s = 0.0

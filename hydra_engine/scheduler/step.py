@@ -47,9 +47,9 @@ class StepBuilder:
     now: float
     ahead: bool
     chunks: list[tuple[RequestState, int]] = field(default_factory=list)  # (request, tokens)
-    left: int = 0  # tokens of the budget that are left
+    tokens_left: int = 0  # of the budget
 
-    def chunk_of(self, state: RequestState) -> int:
+    def next_chunk_tokens(self, state: RequestState) -> int:
         """Number of tokens of a prefill's next chunk, 0 if it is stalled or no budget is left: at most the budget left,
         unless an image that must not be split needs more. A request that has generated a token, and misses only that
         token's KV, counts as a decode and gets its token without budget: all decodes and these fit a step, since there
@@ -59,7 +59,7 @@ class StepBuilder:
             return 1
         if state.connector_state is not None:
             end = min(end, self.requests.connector.chunk_end(state))
-        end = min(end, start + self.left)
+        end = min(end, start + self.tokens_left)
         return (policy.chunk_end(start, end, state.request.images) if state.images else end) - start
 
     def __contains__(self, state: RequestState) -> bool:
@@ -69,7 +69,7 @@ class StepBuilder:
         """Adds a chunk of this many tokens, at the cost of the budget left; nothing for 0."""
         if chunk:
             self.chunks.append((state, chunk))
-            self.left = max(0, self.left - chunk)
+            self.tokens_left = max(0, self.tokens_left - chunk)
 
     def preempt(self, victim: RequestState) -> bool:
         """Preempts a request; False if the connector needs its blocks for now. Raises NeedsResult while a step is in
@@ -79,7 +79,7 @@ class StepBuilder:
         return self.requests.preempt(victim, self.now)
 
 
-class Admission:
+class BlockSearch:
     """The search for a slot and blocks for a request that is to start. It leaves a free block to every running decode,
     without which the start would only cause a preemption."""
 
@@ -117,7 +117,7 @@ class Admission:
                 return None
 
 
-class PrefillStarter(Admission):
+class PrefillStarter(BlockSearch):
     """Starts waiting requests in a language step."""
 
     def __init__(self, requests: RequestTable, config: SchedulerConfig) -> None:
@@ -145,8 +145,8 @@ class PrefillStarter(Admission):
         skipped: list[RequestState] = []
         num_early = sum(state.waits_for_images for state in requests.prefilling if state.images)
         for state in self._candidates(seen):
-            if not step.left or (blocked is not None and state.order > blocked.order):
-                requests.timelines[state.request.id].cause = "budget" if not step.left else "kv blocks"
+            if not step.tokens_left or (blocked is not None and state.order > blocked.order):
+                requests.timelines[state.request.id].cause = "budget" if not step.tokens_left else "kv blocks"
                 break
             seen.add(state.order)
             started = self._try_start(state, step, num_early)
@@ -163,7 +163,7 @@ class PrefillStarter(Admission):
         head, oldest = requests.encoding.oldest(), requests.waiting.oldest()
         if head is not None and policy.may_preempt_stalled(head, head=True):
             oldest = head if oldest is None or head.order < oldest.order else oldest
-        if oldest is None or oldest.order in seen or not step.left:
+        if oldest is None or oldest.order in seen or not step.tokens_left:
             return
         if blocked is None or oldest.order < blocked.order:  # it may preempt: this is what progress rests on
             self._try_start(oldest, step, num_early=0)
@@ -171,7 +171,7 @@ class PrefillStarter(Admission):
     def _try_start(self, state: RequestState, step: StepBuilder, num_early: int) -> bool | None:
         """Starts a request if it can: it adopts its cached blocks and gets those of its first chunk, or of all
         positions if it was preempted before or does not decode here. True: started. False: too few free slots or
-        blocks. None: it waits for images and cannot start early. Sets the cause of its wait if it is not started.
+        blocks. None: it waits for images and cannot start early. Sets the cause of a wait for blocks.
 
         Cached blocks may reach up to an image without features. Then there is no chunk yet, but the features of images
         before it are freed, for whose blocks this image may be waiting.
@@ -196,7 +196,7 @@ class PrefillStarter(Admission):
             requests.timelines[state.request.id].cause = "kv blocks" if may_preempt else "images"
             return False if may_preempt else None
         requests.start(state, len(cached), step.now)
-        chunk = step.chunk_of(state)
+        chunk = step.next_chunk_tokens(state)
         # A request that does not decode here keeps its blocks after its prefill until the connector has sent them, and
         # the order of age cannot take these back. So it must not wait for blocks of others: it gets all of them now.
         if not state.preempted and Role.D in state.stages:
@@ -231,7 +231,7 @@ class PrefillStarter(Admission):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LanguageStep:
+class PlannedStep:
     """A plan, and what the budgets and the observer receive with its result."""
 
     plan: LanguagePlan
@@ -253,7 +253,7 @@ class LanguagePlanner:
         self._budgets = budgets
         self._starter = PrefillStarter(requests, config)
 
-    def plan(self, step_id: StepId, now: float, *, ahead: bool, patches_in_flight: int) -> LanguageStep | None:
+    def plan(self, step_id: StepId, now: float, *, ahead: bool, patches_in_flight: int) -> PlannedStep | None:
         """The next step, with blocks allocated and rows marked as scheduled. None if nothing can run or, `ahead`, if
         planning was given up. `patches_in_flight`: patches of the vision plans in flight."""
         step = StepBuilder(self._requests, now, ahead=ahead)
@@ -265,24 +265,24 @@ class LanguagePlanner:
                 due = self._requests.next_due(now)
                 pending = self._budgets.with_limits(pending, self._requests, ready, due)
             budget = self._budgets.language(pending)
-            step.left = budget.tokens if len(ready.starts) else max(1, budget.tokens)
+            step.tokens_left = budget.tokens if len(ready.starts) else max(1, budget.tokens)
             self._requests.connector.before_language(step)
             blocked = self._continue_prefills(step)
             self._starter.start(step, blocked)
         except NeedsResult:
             return None
-        return self._rows(step_id, ready, step, budget, ahead=ahead)
+        return self._build_plan(step_id, ready, step, budget, ahead=ahead)
 
-    def _rows(
+    def _build_plan(
         self, step_id: StepId, ready: ReadyDecodes, step: StepBuilder, budget: StepBudget, *, ahead: bool
-    ) -> LanguageStep | None:
+    ) -> PlannedStep | None:
         """Builds the plan and marks its rows as scheduled; None if it has no rows."""
         if not len(ready.starts) and not step.chunks:
             return None
         decodes = self._requests.decodes.take_rows(ready, ahead=ahead)
         rows = tuple([self._chunk_row(state, chunk) for state, chunk in step.chunks])
         plan = LanguagePlan(step_id, decodes, rows, budget.vision_s, budget.partition)
-        return LanguageStep(plan, plan.load, budget, [(state.request.id, chunk) for state, chunk in step.chunks])
+        return PlannedStep(plan, plan.load, budget, [(state.request.id, chunk) for state, chunk in step.chunks])
 
     # ---- decodes
 
@@ -336,7 +336,7 @@ class LanguagePlanner:
             timeline = self._requests.timelines[state.request.id]
             if policy.is_stalled(state):
                 timeline.cause = "transfer" if state.external_kv else "images"
-            elif not (chunk := step.chunk_of(state)):
+            elif not (chunk := step.next_chunk_tokens(state)):
                 timeline.cause = "budget"
             elif self._grow_for_chunk(state, state.num_planned + chunk, step):
                 step.add(state, chunk)

@@ -19,10 +19,10 @@ from hydra_engine.scheduler import policy
 from hydra_engine.scheduler.handover.state import ParkedRequests, offers_all_kv, remote_kv_of
 from hydra_engine.scheduler.hooks import OpenStep
 from hydra_engine.scheduler.requests import RequestTable
-from hydra_engine.scheduler.step import Admission
+from hydra_engine.scheduler.step import BlockSearch
 
 
-class RemoteKvAdmission(Admission):
+class RemoteKvAdmission(BlockSearch):
     """The admission of requests with remote KV. So that instances never wait for each other in a circle, a stage waits
     only for later ones: no decode for a prefill, and no prefill whose KV moves on for an encode."""
 
