@@ -3,8 +3,8 @@
 An accepted request (`admission.py`) is always served: the rules guarantee progress for every request that fits alone.
 Urgency (priority, then the deadline of the first token) decides which is considered first. Age decides which may take
 blocks from another: only an older request from a younger one, so the oldest always progresses, and by induction every
-request does. The only exception are requests whose KV comes from another instance: `handover/remote_kv.py` says why
-they may preempt older stalled prefills. The planners in `step.py` and `vision.py` apply these rules.
+request does. The only exception: a request whose KV the connector loads may preempt older prefills that are stalled.
+The planners in `step.py` and `vision.py` apply these rules.
 """
 
 from __future__ import annotations

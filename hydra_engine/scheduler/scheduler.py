@@ -41,8 +41,8 @@ class StageScheduler:
     At most `vision_plans` vision plans and one language plan (two with look-ahead) are in flight; a lane runs its plans
     in order. The caller returns every result exactly once, in the order of the lane's plans, also if the step failed.
     Every request (or part of one) that `add` accepts ends in exactly one Finished; by then no plan names it and its
-    blocks are free. If every result comes back and every held request is released, every request ends, whatever the
-    sizes of the caches; with peers on the further conditions of the connector.
+    blocks are free. If every result comes back, every held request is released and the connector loads what it parks
+    requests for, every request ends, whatever the sizes of the caches.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class StageScheduler:
     ) -> None:
         """`kv`, `images`: the block pools; a pool that the role does not use has no blocks. `instance`: its name, for
         timelines. `reuse`: prefix and image caching. `budgets` None: no latency limits. `observer` None: late tokens
-        are not explained. `connector` None: no peers. `vision_plans`: maximum of vision plans in flight.
+        are not explained. `connector` None: all is computed here. `vision_plans`: maximum of vision plans in flight.
 
         `has_states`: the model keeps recurrent states, one per sequence slot. Raises ConfigError if the role then has
         one of prefill and decode without the other."""
