@@ -98,7 +98,7 @@ class WholePrompts(LanguagePlanner):
         ready = ReadyDecodes(slice(0, 0), np.zeros(0, dtype=np.int64), 0)
         can_start = not self._starter.is_full
         pending = pending_work(self._requests, ready, patches_in_flight, can_start=can_start, now=now)
-        budget = self._budgets.language(pending)
+        budget = self._budgets.step_budget(pending)
         builder.tokens_left = budget.tokens
         try:
             self._starter.start(builder, self._continue_prefills(builder))

@@ -75,7 +75,7 @@ class Budgets:
     Beside decodes, whose tokens wait for it, the prefill of a step adds at most `PREFILL_SHARE` times the recent
     duration of such decodes, in multiples of `MIN_CHUNK` tokens and at least one; before these times are known, and
     without decodes, `max_step_tokens` is the only limit. The planner asks before each step and reports after it. Calls
-    of `language` and `on_language` may interleave (a step is planned while the one before it runs), but every budget
+    of `step_budget` and `on_language` may interleave (a step is planned while the one before it runs), but every budget
     that became a plan is reported, in order.
     """
 
@@ -89,11 +89,11 @@ class Budgets:
         self, pending: PendingWork, requests: RequestTable, ready: ReadyDecodes, due: RequestState | None
     ) -> PendingWork:
         """The pending work with the latency limits of the requests; unchanged here, where nothing reads them. Called
-        before `language` while some request has a limit. `ready`: the decodes of the step. `due`: the request whose
+        before `step_budget` while some request has a limit. `ready`: the decodes of the step. `due`: the request whose
         first token has the earliest deadline that has not passed; None if there is none."""
         return pending
 
-    def language(self, pending: PendingWork) -> StepBudget:
+    def step_budget(self, pending: PendingWork) -> StepBudget:
         """The budget of the next language step; called again if planning it ahead was given up."""
         tokens = max(0, self._max_tokens - pending.num_decodes)
         if pending.num_decodes and min(tokens, pending.prefill_tokens) > MIN_CHUNK:
@@ -114,7 +114,7 @@ class Budgets:
                 return max(1, int(PREFILL_SHARE * decode_s / token_s / MIN_CHUNK)) * MIN_CHUNK
         return highest
 
-    def vision(self) -> int:
+    def max_patches(self) -> int:
         """Maximum patches of a vision step; its first image may exceed them."""
         return self._config.image_budget
 

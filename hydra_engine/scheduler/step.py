@@ -264,7 +264,7 @@ class LanguagePlanner:
             if self._requests.due or self._requests.decodes.times.num_limited:
                 due = self._requests.next_due(now)
                 pending = self._budgets.with_limits(pending, self._requests, ready, due)
-            budget = self._budgets.language(pending)
+            budget = self._budgets.step_budget(pending)
             step.tokens_left = budget.tokens if len(ready.starts) else max(1, budget.tokens)
             self._requests.connector.before_language(step)
             blocked = self._continue_prefills(step)

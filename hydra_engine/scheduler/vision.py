@@ -56,7 +56,7 @@ class VisionPlanner:
         budget is used up. An image larger than the rest of the budget is skipped: blocks for it stay free, and smaller
         images behind it fill the step, unless it has waited for `encode_patience_s`. `may_evict`: features of later
         images may be evicted, if no blocks have to stay free."""
-        budget, connector = self._budgets.vision(), self._requests.connector
+        budget, connector = self._budgets.max_patches(), self._requests.connector
         items: list[EncodeItem] = []
         used = reserved = num_skipped = 0
         jobs_wait = False  # True: the quota of encode jobs is used up, which delays only further jobs

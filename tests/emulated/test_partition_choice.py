@@ -205,7 +205,7 @@ def serve(surface: CostSurface, partition: int | None, *phases: Phase) -> Served
                     stretch_s=LIMIT_S,
                     encode_patches=2 * PATCHES,
                 )
-                budget = budgets.language(pending)
+                budget = budgets.step_budget(pending)
                 lanes.submit_step(load, budget.vision_s, budget.partition)
                 result = None
                 while result is None:

@@ -43,7 +43,7 @@ def fixed() -> Budgets:
 
 def tokens(budgets: Budgets, waiting: int, *, decodes: int = 1) -> int:
     pending = PendingWork(now=1.0, num_decodes=decodes, prefill_tokens=waiting, num_prefills=1)
-    budget = budgets.language(pending)
+    budget = budgets.step_budget(pending)
     assert budget.vision_s == math.inf and budget.more_tokens == (waiting > budget.tokens)
     assert budgets.report().token_budget == budget.tokens
     return budget.tokens

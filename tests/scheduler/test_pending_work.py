@@ -48,7 +48,7 @@ class Scripted:
     ) -> PendingWork:
         return pending
 
-    def language(self, pending: PendingWork) -> StepBudget:
+    def step_budget(self, pending: PendingWork) -> StepBudget:
         tokens = self._random.randint(0, self.most)
         if self.fixed is not None:
             tokens = max(0, self.fixed - pending.num_decodes)
@@ -57,7 +57,7 @@ class Scripted:
         self.given.append(StepBudget(tokens, self._random.choice((0.0, 0.01, math.inf))))
         return self.given[-1]
 
-    def vision(self) -> int:
+    def max_patches(self) -> int:
         return self.patches
 
     def predict(self, load: LanguageLoad) -> float | None:

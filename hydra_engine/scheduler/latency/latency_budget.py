@@ -147,13 +147,13 @@ class LatencyBudgets(Budgets):
     ) -> PendingWork:
         return with_limits(pending, requests, ready, due)
 
-    def language(self, pending: PendingWork) -> StepBudget:
+    def step_budget(self, pending: PendingWork) -> StepBudget:
         """The budget of the next language step: the largest that keeps the limit of its decodes. Longer steps, for a
         first token at risk or a starved prefill, are described at the class."""
         tpot_limit_s = pending.tpot_limit_s
         highest = max(0, self._config.max_step_tokens - pending.num_decodes)
         if not pending.num_decodes or tpot_limit_s == math.inf:
-            budget = super().language(pending)._replace(partition=0)
+            budget = super().step_budget(pending)._replace(partition=0)
         else:
             budget = self._filled(pending, highest, tpot_limit_s, _Towards.BOTH)
             if self._is_at_risk(pending, budget):
@@ -307,7 +307,7 @@ class LatencyBudgets(Budgets):
 
     # ---- vision steps
 
-    def vision(self) -> int:
+    def max_patches(self) -> int:
         return self._image_budget
 
     def _vision_s(self, num_patches: int) -> float:

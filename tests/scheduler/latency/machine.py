@@ -163,7 +163,7 @@ class Traffic:
 
     def _step(self) -> Step | None:
         pending = self.pending()
-        budget = self.budgets.language(pending)
+        budget = self.budgets.step_budget(pending)
         chunks = self._chunks(budget.tokens)
         load = LanguageLoad(
             pending.num_decodes,

@@ -77,14 +77,14 @@ def demands(draw: st.DrawFn, *, vision: bool) -> PendingWork:
 class TestFixed:
     def test_decodes_count_into_the_token_budget(self) -> None:
         budgets = Budgets(SchedulerConfig(token_budget=100, image_budget=50))
-        assert budgets.language(decoding(30, prefill_tokens=1000))[:2] == (70, math.inf)
-        assert budgets.language(decoding(130)).tokens == 0
-        assert budgets.vision() == 50
+        assert budgets.step_budget(decoding(30, prefill_tokens=1000))[:2] == (70, math.inf)
+        assert budgets.step_budget(decoding(130)).tokens == 0
+        assert budgets.max_patches() == 50
 
     def test_it_reports_what_it_does(self) -> None:
         budgets = Budgets(SchedulerConfig(token_budget=100, image_budget=50))
         for tokens, used in ((1000, 70), (1000, 60), (10, 10)):
-            budget = budgets.language(decoding(30, prefill_tokens=tokens))
+            budget = budgets.step_budget(decoding(30, prefill_tokens=tokens))
             budgets.on_language(LanguageLoad(30, 0, used), budget, duration_s=1.0, gap_s=1.0, vision_s=0.0)
         budgets.on_language(LanguageLoad(0, 0, 100), budget, duration_s=1.0, gap_s=1.0, vision_s=0.0)
         budgets.on_vision(VisionLoad(10))
@@ -97,7 +97,7 @@ class TestFixed:
 class TestPrefillBesideDecodes:
     @given(surfaces(), demands(vision=False))
     def test_it_is_the_most_that_the_limit_allows(self, surface: CostSurface, pending: PendingWork) -> None:
-        budget = make_budgets(surface).language(pending)
+        budget = make_budgets(surface).step_budget(pending)
         want = min(pending.prefill_tokens, 2048 - pending.num_decodes)
         allowed = [t for t in range(want + 1) if surface.language_s(load_of(pending, t)) <= LIMIT / NEVER_LATE]
         possible = [t for t in range(want + 1) if surface.language_s(load_of(pending, t)) <= LIMIT * NEVER_LATE]
@@ -110,17 +110,17 @@ class TestPrefillBesideDecodes:
         for tokens in (3000, 7, 400, 2500, 900, 1, 1200):
             for count in (60, 1, 30):
                 pending = decoding(count, prefill_tokens=tokens, num_prefills=2, encode_patches=4000)
-                assert used.language(pending) == make_budgets().language(pending)
+                assert used.step_budget(pending) == make_budgets().step_budget(pending)
 
     def test_the_configured_budget_is_an_upper_bound(self) -> None:
-        budget = make_budgets(token_budget=64).language(decoding(16, prefill_tokens=3000))
+        budget = make_budgets(token_budget=64).step_budget(decoding(16, prefill_tokens=3000))
         assert budget.tokens == 48
-        assert make_budgets(token_budget=64).language(decoding(64, prefill_tokens=3000)).tokens == 0
+        assert make_budgets(token_budget=64).step_budget(decoding(64, prefill_tokens=3000)).tokens == 0
 
     def test_many_short_prompts_cost_more_than_a_long_one(self) -> None:
         surface = make_surface(per_chunk_s=0.001)
-        one = make_budgets(surface).language(decoding(prefill_tokens=3000))
-        many = make_budgets(surface).language(decoding(prefill_tokens=3000, num_prefills=100))
+        one = make_budgets(surface).step_budget(decoding(prefill_tokens=3000))
+        many = make_budgets(surface).step_budget(decoding(prefill_tokens=3000, num_prefills=100))
         tokens = many.tokens
         chunks = math.ceil(tokens * 100 / 3000)
         assert tokens < one.tokens - 100
@@ -131,14 +131,14 @@ class TestPrefillBesideDecodes:
         "pending", [PendingWork(now=0.0, prefill_tokens=9999, num_prefills=3, encode_patches=4096)]
     )
     def test_without_decodes_prefill_and_vision_are_free(self, pending: PendingWork) -> None:
-        budget = make_budgets().language(pending)
+        budget = make_budgets().step_budget(pending)
         assert budget[:2] == (2048, math.inf)
         unlimited = pending._replace(num_decodes=8, tpot_limit_s=math.inf)
-        assert make_budgets().language(unlimited)[:2] == (2040, math.inf)
+        assert make_budgets().step_budget(unlimited)[:2] == (2040, math.inf)
 
     def test_the_tightest_limit_of_a_request_counts(self) -> None:
         loose, tight = (decoding(prefill_tokens=3000, tpot_limit_s=limit) for limit in (0.04, 0.02))
-        assert make_budgets().language(tight).tokens < make_budgets().language(loose).tokens / 2
+        assert make_budgets().step_budget(tight).tokens < make_budgets().step_budget(loose).tokens / 2
 
 
 @given(surfaces())
@@ -146,15 +146,15 @@ def test_without_a_vision_lane_the_image_budget_is_the_configured_one(surface: C
     """An instance that encodes nothing has no measured vision steps: they take no time."""
     surface = replace(surface, patches=Curve((0.0,), (0.0,)))
     budgets = make_budgets(surface)
-    before = budgets.vision()
+    before = budgets.max_patches()
     budgets.on_vision(VisionLoad(100, 10_000.0))
-    assert budgets.vision() == before > 0
+    assert budgets.max_patches() == before > 0
 
 
 class TestBothLanes:
     @given(surfaces(), demands(vision=True))
     def test_the_step_stays_within_the_limit_and_is_full(self, surface: CostSurface, pending: PendingWork) -> None:
-        budget = make_budgets(surface).language(pending)
+        budget = make_budgets(surface).step_budget(pending)
         work = surface.vision_s(VisionLoad(pending.encode_patches)) * surface.vision_slowdown
         least = min(work, 0.05 * LIMIT)
         took = surface.corun_s(load_of(pending, budget.tokens), budget.vision_s)
@@ -169,7 +169,7 @@ class TestBothLanes:
 
     @given(surfaces(), demands(vision=True))
     def test_the_split_is_that_of_a_search_of_everything(self, surface: CostSurface, pending: PendingWork) -> None:
-        budget = make_budgets(surface).language(pending)
+        budget = make_budgets(surface).step_budget(pending)
         want = min(pending.prefill_tokens, 2048 - pending.num_decodes)
         work = surface.vision_s(VisionLoad(pending.encode_patches)) * surface.vision_slowdown
         base = surface.language_s(load_of(pending, 0))
@@ -193,8 +193,8 @@ class TestBothLanes:
     def test_a_tighter_limit_never_allows_more(
         self, surface: CostSurface, pending: PendingWork, tighter: float
     ) -> None:
-        loose = make_budgets(surface).language(pending)
-        tight = make_budgets(surface).language(pending._replace(tpot_limit_s=LIMIT * tighter))
+        loose = make_budgets(surface).step_budget(pending)
+        tight = make_budgets(surface).step_budget(pending._replace(tpot_limit_s=LIMIT * tighter))
         assert tight.tokens <= loose.tokens
         took = [surface.corun_s(load_of(pending, budget.tokens), budget.vision_s) for budget in (tight, loose)]
         assert took[0] <= took[1] * NEVER_LATE
@@ -204,33 +204,33 @@ class TestBothLanes:
         self, surface: CostSurface, pending: PendingWork, tighter: float
     ) -> None:
         pending = pending._replace(prefill_tokens=0, num_prefills=0)
-        tight = make_budgets(surface).language(pending._replace(tpot_limit_s=LIMIT * tighter))
-        assert tight.vision_s <= make_budgets(surface).language(pending).vision_s * NEVER_LATE
+        tight = make_budgets(surface).step_budget(pending._replace(tpot_limit_s=LIMIT * tighter))
+        assert tight.vision_s <= make_budgets(surface).step_budget(pending).vision_s * NEVER_LATE
 
     def test_what_fits_is_not_restricted(self) -> None:
-        budget = make_budgets().language(decoding(prefill_tokens=50, encode_patches=20000))
+        budget = make_budgets().step_budget(decoding(prefill_tokens=50, encode_patches=20000))
         assert budget == StepBudget(50, math.inf, LIMIT, LIMIT)
 
     def test_what_one_side_cannot_use_goes_to_the_other(self) -> None:
         surface = make_surface()
-        small_images = make_budgets(surface).language(decoding(prefill_tokens=9999, encode_patches=64))
-        no_images = make_budgets(surface).language(decoding(prefill_tokens=9999))
+        small_images = make_budgets(surface).step_budget(decoding(prefill_tokens=9999, encode_patches=64))
+        no_images = make_budgets(surface).step_budget(decoding(prefill_tokens=9999))
         assert small_images.tokens > 0.9 * no_images.tokens
         assert small_images.more_tokens
         assert not small_images.more_vision
-        few_tokens = make_budgets(surface).language(decoding(200, prefill_tokens=30, encode_patches=10000))
-        crowd = make_budgets(surface).language(decoding(200, prefill_tokens=9999, encode_patches=10000))
+        few_tokens = make_budgets(surface).step_budget(decoding(200, prefill_tokens=30, encode_patches=10000))
+        crowd = make_budgets(surface).step_budget(decoding(200, prefill_tokens=9999, encode_patches=10000))
         assert few_tokens.tokens == 30
         assert few_tokens.vision_s > crowd.vision_s
 
     def test_a_picture_that_comes_during_a_full_step_waits_for_its_end(self) -> None:
-        budget = make_budgets().language(decoding(prefill_tokens=9999))
+        budget = make_budgets().step_budget(decoding(prefill_tokens=9999))
         assert budget.vision_s < 0.001
-        assert make_budgets().language(decoding(prefill_tokens=10)).vision_s == math.inf
+        assert make_budgets().step_budget(decoding(prefill_tokens=10)).vision_s == math.inf
 
     def test_a_vision_lane_that_cannot_pause_is_reckoned_with_all_along(self) -> None:
         surface, pending = make_surface(), decoding(prefill_tokens=9999, encode_patches=99999)
-        budget = make_budgets(surface, num_slices=0).language(pending)
+        budget = make_budgets(surface, num_slices=0).step_budget(pending)
         assert budget.vision_s == math.inf
         assert surface.corun_s(load_of(pending, budget.tokens), math.inf) <= LIMIT * NEVER_LATE
         assert surface.corun_s(load_of(pending, budget.tokens + 1), math.inf) > LIMIT
@@ -242,7 +242,7 @@ class TestNobodyStarves:
         self, surface: CostSurface, pending: PendingWork, limit: float
     ) -> None:
         work = surface.vision_s(VisionLoad(pending.encode_patches)) * surface.vision_slowdown
-        budget = make_budgets(surface).language(pending._replace(tpot_limit_s=limit))
+        budget = make_budgets(surface).step_budget(pending._replace(tpot_limit_s=limit))
         assert budget.vision_s >= min(work, 0.05 * limit)
 
     @settings(max_examples=examples(30))
@@ -254,14 +254,14 @@ class TestNobodyStarves:
         budgets = make_budgets(surface)
         due = {"ttft_due_s": pending.now + 0.001, "due_patches": 5000} if at_risk else {}
         pending = pending._replace(tpot_limit_s=limit, stretch_s=limit, **due)
-        granted = [budgets.language(pending).tokens for _ in range(65 * 3)]
+        granted = [budgets.step_budget(pending).tokens for _ in range(65 * 3)]
         for first in range(65):
             assert max(granted[first : first + 65]) >= min(16, pending.prefill_tokens, 2048 - pending.num_decodes)
 
     def test_that_chunk_takes_half_a_limit(self) -> None:
         surface, pending = make_surface(), decoding(64, tpot_limit_s=0.005, prefill_tokens=3000)
         budgets = make_budgets(surface)
-        tokens = [budgets.language(pending).tokens for _ in range(65)]
+        tokens = [budgets.step_budget(pending).tokens for _ in range(65)]
         assert tokens[:64] == [0] * 64
         more = surface.language_s(load_of(pending, tokens[64])) - surface.language_s(load_of(pending, 0))
         assert more == pytest.approx(0.0025, rel=0.1)
@@ -271,9 +271,9 @@ class TestFirstTokenAtRisk:
     def test_prefill_takes_all_the_slack_and_the_step_is_stretched(self) -> None:
         surface = make_surface()
         pending = decoding(prefill_tokens=3000, encode_patches=99999, due_tokens=3000, ttft_due_s=100.2)
-        normal = make_budgets(surface).language(pending._replace(ttft_due_s=math.inf))
-        unstretched = make_budgets(surface).language(pending)
-        stretched = make_budgets(surface).language(pending._replace(stretch_s=0.1))
+        normal = make_budgets(surface).step_budget(pending._replace(ttft_due_s=math.inf))
+        unstretched = make_budgets(surface).step_budget(pending)
+        stretched = make_budgets(surface).step_budget(pending._replace(stretch_s=0.1))
         assert normal.tokens < unstretched.tokens < stretched.tokens
         budgets, load = make_budgets(surface), LanguageLoad(num_decodes=pending.num_decodes)
         for budget in (unstretched, stretched):
@@ -285,20 +285,20 @@ class TestFirstTokenAtRisk:
 
     def test_vision_takes_all_the_slack_where_the_request_waits_for_a_picture(self) -> None:
         pending = decoding(200, decode_context=400_000, prefill_tokens=3000, encode_patches=30000, due_patches=9000)
-        normal = make_budgets().language(pending)
-        urgent = make_budgets().language(pending._replace(ttft_due_s=100.2))
+        normal = make_budgets().step_budget(pending)
+        urgent = make_budgets().step_budget(pending._replace(ttft_due_s=100.2))
         assert normal.tokens > 0
         assert urgent.tokens == 0
         assert urgent.vision_s > 1.2 * normal.vision_s
 
     def test_a_step_lasts_at_most_four_limits(self) -> None:
         pending = decoding(prefill_tokens=3000, due_tokens=3000, ttft_due_s=100.01, stretch_s=5.0)
-        assert make_budgets(token_budget=9999).language(pending).target_s == 4 * LIMIT
+        assert make_budgets(token_budget=9999).step_budget(pending).target_s == 4 * LIMIT
 
     @pytest.mark.parametrize("due", [99.0, 110.0, math.inf], ids=["missed", "in time", "none"])
     def test_no_step_is_stretched_where_it_does_not_help(self, due: float) -> None:
         pending = decoding(prefill_tokens=3000, due_tokens=3000, ttft_due_s=due, stretch_s=1.0)
-        assert make_budgets().language(pending).target_s == LIMIT
+        assert make_budgets().step_budget(pending).target_s == LIMIT
 
     @given(demands(vision=True), st.floats(0, 0.3), st.floats(1, 6))
     def test_stretching_never_takes_from_prefill_and_vision_together(
@@ -309,7 +309,7 @@ class TestFirstTokenAtRisk:
         urgent = pending._replace(**due, stretch_s=stretched * LIMIT)
         took = [
             surface.corun_s(load_of(pending, budget.tokens), budget.vision_s)
-            for budget in (make_budgets(surface).language(pending), make_budgets(surface).language(urgent))
+            for budget in (make_budgets(surface).step_budget(pending), make_budgets(surface).step_budget(urgent))
         ]
         assert took[0] <= took[1] * 1.01 or took[0] <= LIMIT * NEVER_LATE
 
@@ -352,25 +352,25 @@ class TestImageBudget:
         best = max(count / seconds[count] for count in range(1, highest + 1))
         efficient = [count for count in range(1, highest + 1) if count >= 0.95 * best * seconds[count]]
         short = [count for count in range(1, highest + 1) if seconds[count] / num_slices <= 0.25 * limit]
-        assert budgets.vision() == pytest.approx(min(efficient[0], max(short, default=1)), abs=1)
+        assert budgets.max_patches() == pytest.approx(min(efficient[0], max(short, default=1)), abs=1)
 
     def test_without_a_limit_it_is_as_configured(self) -> None:
-        assert make_budgets(tpot_slo=None).vision() == 8192
-        assert make_budgets(tpot_slo=None, image_budget=0).vision() == 0
-        assert make_budgets(image_budget=0).vision() == 0
+        assert make_budgets(tpot_slo=None).max_patches() == 8192
+        assert make_budgets(tpot_slo=None, image_budget=0).max_patches() == 0
+        assert make_budgets(image_budget=0).max_patches() == 0
 
     def test_it_learns_how_large_pictures_are(self) -> None:
         budgets = make_budgets(make_surface(per_patch_pair_s=1e-8), num_slices=4)
-        before = budgets.vision()
+        before = budgets.max_patches()
         budgets.on_vision(VisionLoad(4096, 4096**2))
-        assert budgets.vision() < before / 2
+        assert budgets.max_patches() < before / 2
 
 
 def test_a_prediction_is_what_the_surface_says_until_steps_say_otherwise() -> None:
     budgets, load = make_budgets(), LanguageLoad(8, 4000)
     alone = make_surface().language_s(load)
     assert budgets.predict(load) == pytest.approx(alone)
-    budget = budgets.language(decoding(8))
+    budget = budgets.step_budget(decoding(8))
     for _ in range(100):
         budgets.on_language(load, budget, duration_s=1.4 * alone, gap_s=1.4 * alone, vision_s=0.0)
     assert budgets.predict(load) > 1.1 * alone

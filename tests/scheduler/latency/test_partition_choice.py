@@ -118,7 +118,7 @@ def test_phases_in_turns_get_more_than_on_any_partition_that_is_kept() -> None:
 def test_a_device_that_is_not_divided_has_no_partitions() -> None:
     config = SchedulerConfig(tpot_slo=LIMIT, token_budget=2048, image_budget=8192)
     budgets = LatencyBudgets(make_surface(), config, num_slices=8)
-    assert budgets.language(PendingWork(now=0.0, num_decodes=4, encode_patches=4096)).partition == 0
+    assert budgets.step_budget(PendingWork(now=0.0, num_decodes=4, encode_patches=4096)).partition == 0
 
 
 def test_a_limit_that_only_the_whole_device_keeps_makes_vision_wait() -> None:
@@ -130,7 +130,7 @@ def test_a_limit_that_only_the_whole_device_keeps_makes_vision_wait() -> None:
         now=0.0, num_decodes=64, decode_context=575_000, tpot_limit_s=LIMIT, stretch_s=LIMIT, encode_patches=4096
     )
     assert surface.language_s(LanguageLoad(64, 575_000)) == pytest.approx(0.03)
-    budget = budgets.language(pending)
+    budget = budgets.step_budget(pending)
     assert budget.partition == 0 and 0 < budget.vision_s < LIMIT
 
 
