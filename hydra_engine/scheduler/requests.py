@@ -41,10 +41,10 @@ class RequestTable:
     Reuse: the prefix lookup runs when a request with images arrives or is preempted, and images inside the cached KV
     become CACHED: they are not encoded. The lookup holds no blocks, so it takes none from other requests and cannot
     deadlock; but the blocks may be evicted before the request is considered for its start. The lookup is repeated then,
-    and an image that is no longer covered needs features after all (`recheck`). This happens at most once between two
-    starts of a request, since only an arrival or a preemption makes an image CACHED; afterwards the rules of age in
-    `policy.py` bring the request to its end like any other. Features that several images share are as old as the oldest
-    of these images; sharing them with younger requests does not change which requests may evict them.
+    and an image that is no longer covered needs features after all (`repeat_prefix_lookup`). This happens at most once
+    between two starts of a request, since only an arrival or a preemption makes an image CACHED; afterwards the rules
+    of age in `policy.py` bring the request to its end like any other. Features that several images share are as old as
+    the oldest of these images; sharing them with younger requests does not change which requests may evict them.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class RequestTable:
         self._max_bypass = config.max_bypass
         self._next_order = 0
         self._started = StartedOrders()
-        self.due: list[tuple[float, RequestId]] = []  # heap of (deadline of the first token, id)
+        self.ttft_deadlines: list[tuple[float, RequestId]] = []  # heap of (deadline of the first token, id)
 
     # ---- the life of a request
 
@@ -153,7 +153,7 @@ class RequestTable:
         num_left = 0 if state.external_kv else state.num_tokens - num_cached
         state.urgency = policy.start_urgency(state, self._scheduling_policy, num_left)
         if state.due_s < math.inf and Role.P in state.stages and not state.external_kv:
-            heapq.heappush(self.due, (state.due_s, state.request.id))
+            heapq.heappush(self.ttft_deadlines, (state.due_s, state.request.id))
         return num_cached
 
     def requeue(self, state: RequestState) -> None:
@@ -225,7 +225,7 @@ class RequestTable:
 
     # ---- start and preemption
 
-    def recheck(self, state: RequestState, now: float) -> None:
+    def repeat_prefix_lookup(self, state: RequestState, now: float) -> None:
         """Repeats the prefix lookup of a request that waits for its start; images no longer covered by cached KV need
         features, so that it may wait for images again."""
         waited = state.waits_for_images
@@ -322,12 +322,12 @@ class RequestTable:
     def next_due(self, now: float) -> RequestState | None:
         """The request without a token whose first token has the earliest deadline after `now`; None if there is none.
         Forgets the deadlines before that."""
-        while self.due:
-            due_s, request_id = self.due[0]
+        while self.ttft_deadlines:
+            due_s, request_id = self.ttft_deadlines[0]
             state = self.states.get(request_id)
             if due_s > now and state is not None and state.ending is None and not state.generated:
                 return state
-            heapq.heappop(self.due)
+            heapq.heappop(self.ttft_deadlines)
         return None
 
     def _cached_tokens(self, state: RequestState) -> int:

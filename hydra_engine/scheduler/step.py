@@ -136,9 +136,8 @@ class PrefillStarter(BlockSearch):
         if not requests.waiting and not requests.encoding:
             return
         if not requests.prefilling and (self.is_full or self._kv.pool.num_free <= len(requests.decoding)):
-            if first := next(
-                requests.waiting.by_urgency(), None
-            ):  # a start takes at least one block, and there is no victim
+            # A start takes at least one block, and there is no victim.
+            if first := next(requests.waiting.by_urgency(), None):
                 requests.timelines[first.request.id].cause = "kv blocks"
             return
         seen: set[Order] = set()
@@ -160,9 +159,9 @@ class PrefillStarter(BlockSearch):
                     break
             if any(map(requests.is_overdue, skipped)):
                 break
-        head, oldest = requests.encoding.oldest(), requests.waiting.oldest()
-        if head is not None and policy.may_preempt_stalled(head, head=True):
-            oldest = head if oldest is None or head.order < oldest.order else oldest
+        encoding, oldest = requests.encoding.oldest(), requests.waiting.oldest()
+        if encoding is not None and policy.may_preempt_stalled(encoding, is_oldest_encoding=True):
+            oldest = encoding if oldest is None or encoding.order < oldest.order else oldest
         if oldest is None or oldest.order in seen or not step.tokens_left:
             return
         if blocked is None or oldest.order < blocked.order:  # it may preempt: this is what progress rests on
@@ -178,13 +177,16 @@ class PrefillStarter(BlockSearch):
         """
         requests, kv = self._requests, self._kv
         if state.images and state.relies_on_prefix_hit:
-            requests.recheck(state, step.now)
-        head, waits = state is requests.encoding.oldest(), bool(state.images) and state.waits_for_images
+            requests.repeat_prefix_lookup(state, step.now)
+        is_oldest_encoding = state is requests.encoding.oldest()
+        waits = bool(state.images) and state.waits_for_images
         if waits:
-            allowed = policy.may_start_early(state, head=head, num_early=num_early, limit=self._early_limit)
+            allowed = policy.may_start_early(
+                state, is_oldest_encoding=is_oldest_encoding, num_early=num_early, limit=self._early_limit
+            )
             if not allowed or not state.num_computable:
                 return None
-        may_preempt = not waits or policy.may_preempt_stalled(state, head=head)
+        may_preempt = not waits or policy.may_preempt_stalled(state, is_oldest_encoding=is_oldest_encoding)
         num_tokens = policy.kv_tokens_to_admit(state)
         cached = self.find_blocks(
             state,
@@ -216,11 +218,13 @@ class PrefillStarter(BlockSearch):
         """
         waiting, encoding = self._requests.waiting, self._requests.encoding
         early = islice(encoding.by_urgency(), min(self._early_limit, policy.MAX_SKIPPED))
-        head = [] if (oldest := encoding.oldest()) is None else [oldest]
-        ordered = heapq.merge(waiting.by_urgency(), early, head, key=attrgetter("urgency"))
+        oldest_encoding = [] if (oldest := encoding.oldest()) is None else [oldest]
+        ordered = heapq.merge(waiting.by_urgency(), early, oldest_encoding, key=attrgetter("urgency"))
         while True:
             oldest = encoding.oldest()
-            first = [oldest] if oldest is not None and policy.may_preempt_stalled(oldest, head=True) else []
+            first = (
+                [oldest] if oldest is not None and policy.may_preempt_stalled(oldest, is_oldest_encoding=True) else []
+            )
             unseen = (s for s in chain(first, islice(waiting, policy.MAX_SKIPPED)) if s.order not in seen)
             state = next(filter(self._requests.is_overdue, unseen), None)
             if state is None:
@@ -261,7 +265,7 @@ class LanguagePlanner:
             ready = self._ready_decodes(step)
             can_start = not self._starter.is_full
             pending = pending_work(self._requests, ready, patches_in_flight, can_start=can_start, now=now)
-            if self._requests.due or self._requests.decodes.times.num_limited:
+            if self._requests.ttft_deadlines or self._requests.decodes.times.num_limited:
                 due = self._requests.next_due(now)
                 pending = self._budgets.with_limits(pending, self._requests, ready, due)
             budget = self._budgets.step_budget(pending)

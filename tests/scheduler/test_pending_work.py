@@ -113,11 +113,11 @@ def test_deadlines_that_passed_are_forgotten_without_budgets_from_limits() -> No
     s = Stepper()
     for number in range(3):
         s.submit(replace(make_request(number, 4, max_new=1), slo=Slo(ttft_s=0.5)))
-    assert len(s.scheduler._requests.due) == 3
+    assert len(s.scheduler._requests.ttft_deadlines) == 3
     s.run(4, 5)
     s.add(5, 4)
     s.language()
-    assert not s.scheduler._requests.due
+    assert not s.scheduler._requests.ttft_deadlines
 
 
 def test_looking_at_demand_costs_no_more_the_more_requests_wait() -> None:
