@@ -53,13 +53,12 @@ def create_backend(
 ) -> Backend:
     """Creates the backend of an instance.
 
-    device: "auto", "cpu", "cuda" or "cuda:N". dtype: of activations. backend: one of BACKENDS. deterministic:
-    batch-invariant ops, None for the device's default. threads: per lane, None for all usable cores. lane_priority: a
-    key of NICENESS.
-    sm_split: SMs of the language lane in each partition (`Partitions`), () not to divide the GPU. attention: of a GPU,
-    a result of `resolve_attention`; "auto" measures its kernels with the model's `shapes`, needed then alone. profiles:
-    folder where measurements are kept, None to keep none. for_this_thread: also sets thread counts and GPU of the
-    calling thread, so that loading weights uses them.
+    device: "auto", "cpu", "cuda" or "cuda:N". dtype: of activations. backend: one of BACKENDS. deterministic: True for
+    batch-invariant ops on a GPU, None as False; those of a CPU always are. threads: per lane, None for all usable
+    cores. lane_priority: a key of NICENESS. sm_split: SMs of the language lane in each partition (`Partitions`), () not
+    to divide the GPU. attention: of a GPU, a result of `resolve_attention`; "auto" measures its kernels with the
+    model's `shapes`, which are needed for nothing else. profiles: folder where measurements are kept, None to keep
+    none. for_this_thread: also sets thread counts and GPU of the calling thread, so that loading weights uses them.
 
     Raises ConfigError for a wrong argument, and BackendError if a device or backend asked for by name cannot be used or
     the GPU not be divided.
