@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 NUM_CONTROL_WORDS = 4096  # one for each offer that is live at once
 STAGING_BYTES = 256 << 20  # of one pool, at most, unless one block is larger
-NUM_PIECES = 8  # that a pool has room for
+NUM_PIECES = 8  # that fit into a staging pool at once
 
 
 def layout_of(kind: PoolKind, cache: PagedCache) -> PoolLayout:
@@ -68,7 +68,7 @@ class StagingPools:
         self.num_blocks: dict[PoolKind, int] = {}
         self._sources = caches
         self._memory: dict[PoolKind, SharedMemory] = {}
-        self._caches: dict[PoolKind, PagedCache] = {}  # made when they are used first: until then they take nothing
+        self._caches: dict[PoolKind, PagedCache] = {}  # made at first use: until then they take no memory
         for kind, cache in caches.items():
             if cache.memory is not None and (always or cache.memory.transport != TRANSPORT):
                 self.num_blocks[kind] = max(1, min(max_bytes // cache.block_bytes, cache.num_blocks))

@@ -53,7 +53,7 @@ class Worker:
     one is read, and graphs of both lanes may be captured and replayed; None: if the device is asynchronous. `working`:
     the memory reserved for steps, beside caches."""
 
-    PIECE_ROWS = 64  # rows of a layer after which an encode can pause; whole layers without a limit between tokens
+    PIECE_ROWS = 64  # rows of a layer after which an encode can pause; without a TPOT limit whole layers
 
     def __init__(
         self,

@@ -34,17 +34,17 @@ from hydra_engine.worker.boundary import run_guarded
 from hydra_engine.worker.language.sampler import Constraint, TokenHistory
 from hydra_engine.worker.language.slot_table import SlotTable, seq_slots_of
 
-MAX_WAITING = 1 << 14  # grammars; how many requests an instance takes is another, lower limit
-MAX_KEPT_BYTES = 32 << 20  # compiled for requests that are gone
-# Compiled for requests that are here, before the next one waits until some of them end. One client alone takes half of
-# it, each of two a third.
+MAX_WAITING = 1 << 14  # grammars; the limit on an instance's requests is lower
+MAX_KEPT_BYTES = 32 << 20  # of compiled grammars that no request uses
+# Of compiled grammars in use; beyond, the next compilation waits until requests end. A client alone gets half of it,
+# each of two a third.
 MAX_USED_BYTES = 1 << 30
 STEP_BYTES = 4 << 10  # by which a compiled grammar grows with each mask, at most
-TRIM_BYTES = 16 << 20  # freed since the heap was trimmed
-MAX_STEPS = 1 << 11  # after which a grammar is compiled anew for who comes next: what grows has a limit of its own
+TRIM_BYTES = 16 << 20  # freed since the heap was trimmed last, when it is trimmed again
+MAX_STEPS = 1 << 11  # masks after which a later request gets a new compilation, since the old one has grown
 
-STEP_S = 0.01  # of processor time for masks, in a step with several clients
-ALONE_S = 0.05  # in one with a single client: how long the first request of another may have to wait
+STEP_S = 0.01  # processor time for masks, in a step with several clients
+ALONE_S = 0.05  # in a step with a single client: the longest that another client's first request waits for them
 
 _MAX_ROWS = 1 << 20  # more than a step has
 _TOKENIZER_FILE = "tokenizer.json"
@@ -92,9 +92,9 @@ class Constraints:
         self._closed = False
         self._lock = threading.Lock()  # of what follows; never held for long
         self._queue: FairQueue[_Job] = FairQueue("grammars", MAX_WAITING)
-        self._jobs: dict[Hashable, _Job] = {}  # that are not over
+        self._jobs: dict[Hashable, _Job] = {}  # waiting or in progress
         self._job_of: dict[RequestId, _Job] = {}
-        self._kept: OrderedDict[Hashable, _Compiled] = OrderedDict()  # for who comes next, the latest one last
+        self._kept: OrderedDict[Hashable, _Compiled] = OrderedDict()  # for later requests, the one used last at the end
         self._used: dict[RequestId, tuple[_Compiled, GrammarConstraint]] = {}
         self._freed_bytes = 0
 

@@ -68,7 +68,7 @@ class SpecialGraphs:
     inference mode."""
 
     def __init__(self, ops: Ops, device: Device, slot_table: SlotTable, max_rows: int) -> None:
-        self.num_bytes = 0  # of device memory that graphs took, and what they read
+        self.num_bytes = 0  # of device memory: of the graphs and their inputs
         self._ops = ops
         self._device = device
         self._slot_table = slot_table
@@ -196,7 +196,7 @@ class _CapturedDecode:
     """A captured decode step, and the graph of its special rows."""
 
     graph: Graph
-    results: list[Tensor]  # (tokens, finite) of the run that the graph repeats
+    results: list[Tensor]  # (tokens, finite), written by each replay
     refresh: Refresh | None  # renews the attention plan before each replay
     special: SpecialGraph
 
@@ -333,7 +333,7 @@ class DecodeGraphs:
         """Replays a step that fits; returns (tokens, finite), valid until the next replay. Writes the slot table, and
         the recurrent states in `states`. `seq_slots` and `sampling` belong to the rows. An error leaves no lasting
         effect; after a ValueError no step fits any more."""
-        # Columns behind that are of contexts longer than any row's.
+        # Further columns are of contexts longer than any row's.
         given_tables = rows.block_tables[:, : self._width]
         count, width = given_tables.shape
         device, size = self._parts.device, self._size(count)
@@ -383,12 +383,12 @@ logger = logging.getLogger(__name__)
 # all of them compute in that of the largest.
 _TILE = 128
 MAX_TOKENS = 2048  # from about there on launches are hidden behind what they compute, for models of 3B as well
-FEW_TOKENS = 2 * _TILE  # of an instance that only decodes, where a prompt is what a preemption has left
+FEW_TOKENS = 2 * _TILE  # for an instance that only decodes, whose prompts are recomputed after a preemption
 _TOKENS = (16, 32, 64, *range(_TILE, MAX_TOKENS + 1, _TILE))
-_ROWS = (8, 32)  # besides as many as may run
+_ROWS = (8, 32)  # and max_num_seqs
 
 # A prompt may have a tile of queries that is not full, and programs are launched for as many tiles, one for each head
-# of keys and values. Those without a tile end within 2 us, on 264 places of an H200: for 32 prompts with 32 heads 7 us
+# of keys and values. Those without a tile end within 2 us, of which an H200 runs 264 at once: for 32 prompts with 32 heads 7 us
 # a layer, a hundredth of what 1024 tokens take. So steps of more than 32 rows, most of which decode, have fewer.
 _FEWEST_CHUNKS, _TOKENS_PER_CHUNK = 16, 32
 
@@ -482,7 +482,7 @@ class _CapturedMixed:
     """A captured step with prompts, and the graph of its special rows."""
 
     graph: Graph
-    results: list[Tensor]  # (tokens, finite) of the run that the graph repeats
+    results: list[Tensor]  # (tokens, finite), written by each replay
     special: SpecialGraph
 
 

@@ -49,10 +49,10 @@ class Pending:
         self.plan = plan
         self.launched_s = launched_s
         self.allowance_s = inf if divided else plan.vision_s
-        self.vision_s = 0.0  # of the vision lane, beside this step
+        self.vision_s = 0.0  # for which the vision lane ran beside this step
         self.deferred: list[int] = []
         self.samples = Samples.none(plan.num_rows)  # complete once `read` has been called
-        self.slot_owners: SlotOwners | None = None  # None: no step before it was in flight when it was launched
+        self.slot_owners: SlotOwners | None = None  # None on a synchronous device, where no step is launched ahead
         self.resolved: LanguageResult | None = None
 
     def add(self, rows: Int64s, outcome: Samples | PendingSamples) -> None:
@@ -105,7 +105,7 @@ class StepOrder:
         self._reading = threading.Lock()  # held while the device is waited for; no thread that holds it launches
         self._changing = threading.Lock()  # of what follows; never held for long
         self._steps: deque[Pending] = deque()
-        self._ended_s = float("-inf")  # the step that was read last
+        self._ended_s = float("-inf")  # end of the step that was read last
         self._error: BackendError | None = None
 
     def add(self, pending: Pending) -> None:

@@ -22,7 +22,7 @@ from hydra_engine.worker.memory.plan import MARGIN_BYTES, Needs
 from hydra_engine.worker.memory.working import estimate
 
 TOKENS, REQUESTS = (2048, 4096), 256
-FULL = 0.9  # share of places that have a tile
+FULL = 0.9  # `filled_places` that suffice
 STEPS_SHARE = 0.125  # of what weights leave: what larger limits may take, of working memory and recurrent states
 MIN_CONTEXT = 256  # tokens of KV for each request: with fewer, most of them would only wait for blocks
 _TILE_ROWS, _TILE_COLUMNS = 128, 256
@@ -45,10 +45,10 @@ def filled_places(language: LanguageSpec, num_tokens: int) -> float:
 def with_limits(
     config: EngineConfig, spec: ModelSpec, role: Role, dtype_bytes: int, own_bytes: int, weight_bytes: int | None
 ) -> tuple[EngineConfig, str | None]:
-    """Returns the configuration with both limits of a language step, the largest that fit the memory unless configured,
-    and a note for the user on those that were chosen here. Unchanged, and no note, if both are configured or the role
-    has no language steps. `own_bytes`: the instance's part of the device. `dtype_bytes`: bytes of an activation;
-    `weight_bytes`: of a weight, if fewer."""
+    """Returns the configuration with both limits of a language step, where not configured the largest that fit the
+    memory or else the defaults, and a note for the user on those that were chosen here. Unchanged, and no note, if both
+    are configured or the role has no language steps. `own_bytes`: the instance's part of the device. `dtype_bytes`:
+    bytes of an activation; `weight_bytes`: of a weight, if fewer."""
     given = config.scheduler
     if not role.needs_language or (given.token_budget is not None and given.max_num_seqs is not None):
         return config, None

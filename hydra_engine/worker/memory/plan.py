@@ -44,7 +44,7 @@ class Needs:
     role: Role
     config: EngineConfig
     dtype_bytes: int
-    weight_bytes: int | None = None  # of one; None: as activations
+    weight_bytes: int | None = None  # of a weight; None: as of an activation
 
     @property
     def weights(self) -> tuple[int, int]:
@@ -244,7 +244,7 @@ def _plan(needs: Needs, free_bytes: int, shares: int, filling: Filling | None, t
     if kv.too_small or image.too_small:
         useful = holds >= (TYPICAL_TOKENS if config.max_model_len is None else 2) and not image.too_small
         raise caches_too_small(device, (kv, image), left_bytes, lower_to=holds if useful else None)
-    # Of the host's memory what is free now may change, what there is does not.
+    # Configured sizes are checked against all of the host's memory: what is free now may change.
     there_bytes = left_bytes if filling is not None else total_bytes - weights_bytes - needs.state_bytes
     if kv.num_bytes + image.num_bytes > there_bytes:
         raise caches_too_large(device, (kv, image), there_bytes)
@@ -354,8 +354,8 @@ def _lowered(wanted_len: int, max_model_len: int, kv: CacheSize, block_size: int
 
 
 def _images(needs: Needs, max_bytes: int, beside_bytes: int, reasons: list[str]) -> CacheSize:
-    """Size of the image cache, 0 blocks if no feature ever comes. A default size is limited by `max_bytes`, and by
-    `beside_bytes`, which a KV cache of configured size leaves, though not below one largest picture. Appends notes to
+    """Size of the image cache, 0 blocks if no feature ever comes. A default size is at most `max_bytes`, and at most
+    the larger of one largest picture and `beside_bytes`, which a KV cache of configured size leaves. Appends notes to
     `reasons`."""
     if needs.pictures is None:
         return CacheSize("image")

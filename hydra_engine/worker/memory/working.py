@@ -27,8 +27,8 @@ DEFAULT_IMAGE_BUDGET = 16384  # patches; only towers with dynamic resolution com
 
 # Sizes of pictures that a family may make its most patches of: as large as the largest allowed, of several shapes.
 _PICTURES = ((6300, 6300), (8900, 4450), (4450, 8900), (12000, 3000), (3000, 12000))
-_VALUES_PER_PATCH = 4  # times the features' width: what a tower, the narrower one, holds of a patch at once, about
-_LOGIT_COPIES = 4  # of the rows that are sampled: the logits, their probabilities, sorted, summed up
+_VALUES_PER_PATCH = 4  # times the features' width: about what a tower, which is narrower, holds of a patch at once
+_LOGIT_COPIES = 4  # of the rows that are sampled: logits, probabilities, sorted ones, sums
 
 
 class FewerGraphs(NamedTuple):

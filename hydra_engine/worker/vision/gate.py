@@ -45,7 +45,7 @@ class LaneGate(Gate):
         self._allowance_s = inf
         self._used_s = 0.0  # in this step, up to `_since_s`
         self._since_s: float | None = None  # the vision lane computes since then; None: it waits or has nothing to do
-        self._waiting = False  # the vision lane stands at the gate and has not been released
+        self._waiting = False  # the vision lane waits and has not been released
 
     # ---- the language lane
 
@@ -163,14 +163,14 @@ class DeviceGate(Gate):
         self._closed = False
         self._allowance_s: float | None = None  # of the step that runs
         self._step_s = 0.0  # when it began
-        self._used_s = 0.0  # beside it, of pieces that are done
+        self._used_s = 0.0  # beside it, by pieces that are done
         self._in_flight: deque[_Piece] = deque()
-        self._done_s = 0.0  # when the last piece that is known to be done was
+        self._done_s = 0.0  # when the last piece known to be done ended
         self._expected: dict[int, float] = {}  # seconds, by kind
         self._kind: int | None = None  # of the vision step that runs
-        self._behind: Mark | None = None  # the piece that is being launched begins there, at `_begun_s` or later
+        self._behind: Mark | None = None  # the piece being launched begins after it, at `_begun_s` or later
         self._begun_s = 0.0
-        self._waiting = False  # the vision lane stands at the gate and has not been released
+        self._waiting = False  # the vision lane waits and has not been released
 
     # ---- the language lane
 
