@@ -388,8 +388,8 @@ _TOKENS = (16, 32, 64, *range(_TILE, MAX_TOKENS + 1, _TILE))
 _ROWS = (8, 32)  # and max_num_seqs
 
 # A prompt may have a tile of queries that is not full, and programs are launched for as many tiles, one for each head
-# of keys and values. Those without a tile end within 2 us, of which an H200 runs 264 at once: for 32 prompts with 32 heads 7 us
-# a layer, a hundredth of what 1024 tokens take. So steps of more than 32 rows, most of which decode, have fewer.
+# of keys and values. Those without a tile end within 2 us, and an H200 runs 264 at once: for 32 prompts with 32 heads
+# 7 us a layer, a hundredth of what 1024 tokens take. So steps of more than 32 rows, most of which decode, have fewer.
 _FEWEST_CHUNKS, _TOKENS_PER_CHUNK = 16, 32
 
 

@@ -113,14 +113,14 @@ class SlotTable:
         self.step = 0  # number of the current step
         self.owners: Int64s = np.full(num_seq_slots, _NO_OWNER, dtype=np.int64)  # request ids
         self.rope_deltas: Int64s = np.zeros(num_seq_slots, dtype=np.int64)
-        self.fast_path_from: Int64s = np.full(num_seq_slots, NO_FAST_PATH, dtype=np.int64)  # `SamplingState.fast_path_from`
+        self.fast_path_from: Int64s = np.full(num_seq_slots, NO_FAST_PATH, dtype=np.int64)  # as in SamplingState
         self.since: Int64s = np.zeros(num_seq_slots, dtype=np.int64)  # step in which the request got it or restarted
         self.sampling = SlotSampling(num_seq_slots, np.float64 if device.type == "cpu" else np.float32)
         self.specials = SlotSpecials(num_seq_slots)
         self.padding = num_seq_slots  # the slot of padded rows
         self._device = device
         self._counts: Tensor | None = None
-        self._has_token: npt.NDArray[np.bool_] = np.zeros(num_seq_slots, dtype=np.bool_)  # `last_tokens` has one of its present request
+        self._has_token: npt.NDArray[np.bool_] = np.zeros(num_seq_slots, dtype=np.bool_)  # of its present request
         self._checked: Int64s | None = None  # slots of decodes that their requests owned; no owner has changed since
         self._requests: list[Request | None] = [None] * num_seq_slots
         self._sampling_states: list[SamplingState | None] = [None] * num_seq_slots
