@@ -24,11 +24,12 @@ Holder = TypeVar("Holder", bound=Hashable)
 
 
 class OutOfBlocks(Exception):
-    """Raised if the pool cannot allocate that many blocks now; nothing was allocated."""
+    """Raised if fewer blocks are free than an allocation needs; nothing was allocated."""
 
 
 class BlockPool:
-    """The pool. Invariant: `num_free + num_held == num_blocks`, where evictable blocks count as free.
+    """A pool of blocks with reference counts. Invariant: `num_free + num_held == num_blocks`, where evictable blocks
+    count as free.
 
     Deterministic: the same calls give the same block ids. Free blocks without content are allocated first, then
     evictable ones, the least recently released first.

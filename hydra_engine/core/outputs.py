@@ -117,8 +117,8 @@ class SloReport:
 class RequestMetrics:
     """Latencies in seconds. `tpot_s` is (last - first token) / (tokens - 1); None for fewer than two tokens.
 
-    `encode_s`, `prefill_s` and `decode_s` are sums of the spans of these stages, `queue_s` of waits
-    for a lane, for blocks or before late tokens, not for images, transfers or another instance.
+    `encode_s`, `prefill_s` and `decode_s` are sums of the spans of these stages, `queue_s` of waits for a
+    lane, for blocks or before late tokens, not for images, transfers or another instance.
     """
 
     ttft_s: float | None = None

@@ -193,7 +193,8 @@ class DecodeTable:
         return missing[~np.isin(missing, list(allocated))]
 
     def append_blocks(self, indices: Int64s, blocks: Sequence[int]) -> None:
-        """Appends the block in which its next row lies to the block table of each decode as plans see it."""
+        """Makes one block more of each decode visible to plans: `blocks[i]`, in which the next row of the decode at
+        `indices[i]` lies. The block is in its `BlockTable` already."""
         columns = self._num_visible[indices] // self._block_size
         self._reserve_columns(int(columns.max()) + 1)
         self._tables[indices, columns] = blocks
@@ -215,8 +216,8 @@ class DecodeTable:
     # ---- planning
 
     def ready(self) -> ReadyDecodes:
-        """Returns the decodes that may compute a row: all but deferred ones and those planned up to the last token that
-        `max_new_tokens` allows."""
+        """Returns the decodes that may compute a row: all but those planned up to the last token that `max_new_tokens`
+        allows, and deferred ones whose later rows are still in flight."""
         everyone = slice(0, len(self.states))
         starts = self._starts[everyone].copy()
         may = (starts <= self._last_starts[everyone]) & ~self._deferred[everyone]

@@ -42,7 +42,7 @@ class ImageTracker:
 
     def arrive(self, state: RequestState, cached_tokens: int, now: float) -> None:
         """Sets the progress of a new request's images: CACHED if they end within the first `cached_tokens` tokens or
-        the KV is loaded, else that of their features, of which they become users."""
+        the KV is loaded, else that of their features, of which they become users. Counts `patches_waiting`."""
         for index, image in enumerate(state.request.images):
             self.patches_waiting += image.num_patches * (index not in state.external_images)
             covered = state.external_kv or image.end <= cached_tokens
