@@ -23,7 +23,8 @@ from hydra_engine.worker.ports import ServedModel
 
 
 def blank_pictures(item: ItemPlan, source: tuple[int, int], count: int, device: torch.device) -> VisionInput:
-    """Input of `count` zero pictures of `source` size (width, height), preprocessed to `item`."""
+    """Input of `count` zero pictures of `source` size (width, height), preprocessed to `item`; their features are not
+    written."""
     shape = (item.num_pictures, item.height, item.width, 3)
     pixels = tuple(torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(count))
     slots = torch.full((count * item.num_tokens,), -1, dtype=torch.int64, device=device)
@@ -42,9 +43,9 @@ def blank_rows(
     merged: int = 0,
     scored: bool = False,
 ) -> LanguageInput:
-    """Input of a dummy step whose row r has the last `counts[r]` tokens of a context of `contexts[r]`. The first
-    `merged` tokens take image features, which needs an image cache. `scored`: logits of all tokens are computed, and
-    dropped."""
+    """Input of a dummy step whose row r has the last `counts[r]` tokens of a context of `contexts[r]`; it writes no
+    cache. The first `merged` tokens take image features, which needs an image cache. `scored`: logits of all tokens are
+    computed, and dropped."""
     ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
     cu_q = torch.cat([torch.zeros(1, dtype=torch.int32), ends])
     longest, num_tokens = max(contexts), int(ends[-1])

@@ -26,7 +26,8 @@ from hydra_engine.worker.ports import PromptPositions, ServedModel
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """The parts that all steps of a lane share."""
+    """The parts that all steps of a lane share: the model, its device and its caches (None: it has none of the
+    kind)."""
 
     model: ServedModel
     ops: Ops
@@ -38,7 +39,8 @@ class StepParts:
 
 
 class StepRows(NamedTuple):
-    """A language step in host arrays; the int32 arrays go to `Ops.plan_attention`."""
+    """A language step of T tokens in B rows, of which B' sample, in host arrays. The int32 arrays go to
+    `Ops.plan_attention`."""
 
     token_ids: Int64s  # [T]
     positions: Int64s  # [T] or [3, T]

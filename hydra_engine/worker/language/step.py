@@ -104,7 +104,7 @@ class PromptScoring:
         return cls(plan, records) if any(chunk.scored for chunk in plan.chunks) else None
 
     def wanted(self, device: Device) -> Scored:
-        """The rows whose logits the model must pass to this scoring, sent to the device."""
+        """The rows whose logits the model must pass to this scoring, sent to `device`."""
         (rows,) = device.send((np.array(self._rows, dtype=np.int64),))
         return Scored(rows, self._take)
 
@@ -162,7 +162,7 @@ def _host_rows(logits: Tensor, index: Int64s, *, wide: bool) -> Tensor:
 
 
 class StepContext(NamedTuple):
-    """The rows of a step that sample, and the scoring of its prompts (None: no chunk is scored)."""
+    """The rows of a step that sample, and the scoring of its prompts; None if no chunk is scored."""
 
     sampling: SamplingRows
     scoring: PromptScoring | None

@@ -45,7 +45,7 @@ def filled_places(language: LanguageSpec, num_tokens: int) -> float:
 def with_limits(
     config: EngineConfig, spec: ModelSpec, role: Role, dtype_bytes: int, own_bytes: int, weight_bytes: int | None
 ) -> tuple[EngineConfig, str | None]:
-    """Returns the configuration with both limits of a language step, where not configured the largest that fit the
+    """Returns the configuration with `token_budget` and `max_num_seqs`, where not configured the largest that fit the
     memory or else the defaults, and a note for the user on those that were chosen here. Unchanged, and no note, if both
     are configured or the role has no language steps. `own_bytes`: the instance's part of the device. `dtype_bytes`:
     bytes of an activation; `weight_bytes`: of a weight, if fewer."""
@@ -62,8 +62,8 @@ def with_limits(
 
 
 def _candidates(given: SchedulerConfig, language: LanguageSpec) -> Iterator[SchedulerConfig]:
-    """Yields limits, the largest first; configured ones stay. Lowers requests before tokens, since tokens give prompts
-    their full speed."""
+    """Yields settings with both limits, the largest first; configured limits stay. Lowers requests before tokens, since
+    tokens give prompts their full speed."""
     all_tokens = [given.max_step_tokens]
     if given.token_budget is None:
         best = next((count for count in TOKENS if filled_places(language, count) >= FULL), TOKENS[-1])

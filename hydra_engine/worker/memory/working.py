@@ -201,7 +201,8 @@ class _Estimates:
 
 
 def estimate(spec: ModelSpec, role: Role, config: EngineConfig, dtype_bytes: int) -> WorkingMemory:
-    """Estimates the working memory before anything is loaded: the right order of magnitude only."""
+    """Estimates the working memory before anything is loaded, as of a device that captures graphs: the right order of
+    magnitude only."""
     both = spec.vision is not None and role.needs_vision and role.needs_language
     partitions = 1 + len(config.sm_counts) if both else 1
     steps = _Estimates(spec, config, dtype_bytes)

@@ -31,8 +31,8 @@ EXPECTED_KEPT = 0.9  # an expected time falls by at most this factor per faster 
 
 
 class LaneGate(Gate):
-    """A gate that counts wall time of the vision lane between `enter` and `leave`, without waits, while a language step
-    runs. Includes time in which the system did not run the thread. Methods as in `Gate`."""
+    """A gate that counts, while a language step runs, the wall time of the vision lane between `enter` and `leave`,
+    less its waits at the gate. This includes time in which the system did not run the thread. Methods as in `Gate`."""
 
     can_hold = True
 
@@ -132,7 +132,7 @@ class _Piece(NamedTuple):
     behind: Mark
     mark: Mark
     begun_s: float
-    kind: int  # pieces of one kind take about as long as each other
+    kind: int  # bit length of the encode's patches: such pieces take about the same time
 
 
 class DeviceGate(Gate):
@@ -151,7 +151,7 @@ class DeviceGate(Gate):
     that is not known yet are never in flight together with another one that is admitted, so e is about pieces that were
     seen. Times are taken when the host learns of a mark, later than it is reached by as long as the lane takes to wake.
 
-    `paced`: some step may have a finite allowance. Otherwise nothing waits, and an encode has two marks alone.
+    `paced`: some step may have a finite allowance. Otherwise nothing waits, and an encode gets only two marks.
     Methods as in `Gate`.
     """
 
