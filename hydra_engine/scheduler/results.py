@@ -123,26 +123,22 @@ class ResultProcessor:
             state, count = self._requests.states[chunk.request_id], len(chunk.token_ids)
             state.plans_in_flight -= 1
             state.num_scheduled -= count
-            if row in deferred:
-                if state.ending is None and (error := failures.get(row)) is not None:
+            if row not in deferred:
+                self._requests.timelines[chunk.request_id].add_prefill(
+                    result.started_s, result.ended_s, batch=plan.num_rows, tokens=count, more=not chunk.sample
+                )
+            if state.ending is None:
+                if (error := failures.get(row)) is not None:
                     self._requests.end(state, Ending(FinishReason.ERROR, error=error))
-                elif state.ending is None:
+                elif row in deferred:
                     self._requests.defer(state)
-                if state.ending is not None:
-                    ended.append(state)
-                continue
-            self._requests.timelines[chunk.request_id].add_prefill(
-                result.started_s, result.ended_s, batch=plan.num_rows, tokens=count, more=not chunk.sample
-            )
-            if state.ending is None and (error := failures.get(row)) is not None:
-                self._requests.end(state, Ending(FinishReason.ERROR, error=error))
-            elif state.ending is None:
-                token_id = int(result.token_ids[row])
-                late = self._chunk(state, chunk, token_id, result.ended_s)
-                if late is not None:
-                    output.tokens.late[chunk.request_id] = late
-                if chunk.sample:
-                    output.add(row, chunk.request_id, chunk.num_generated, token_id)
+                else:
+                    token_id = int(result.token_ids[row])
+                    late = self._chunk(state, chunk, token_id, result.ended_s)
+                    if late is not None:
+                        output.tokens.late[chunk.request_id] = late
+                    if chunk.sample:
+                        output.add(row, chunk.request_id, chunk.num_generated, token_id)
             if state.ending is not None:
                 ended.append(state)
         messages: list[RequestMessage] = []
