@@ -66,7 +66,7 @@ class ArrivalQueue:
 
 class UrgencyQueue(ArrivalQueue):
     """A queue of requests ordered by age and also by urgency, as `urgency_of` (by default `RequestState.urgency`) gave
-    it when the request was pushed or refreshed."""
+    it when the request was pushed or updated."""
 
     __slots__ = ("_urgencies", "_urgency_by_order", "_urgency_of")
 
@@ -87,10 +87,12 @@ class UrgencyQueue(ArrivalQueue):
             del self._urgencies[bisect_left(self._urgencies, urgency)]
         super().discard(state)
 
-    def refresh(self, state: RequestState) -> None:
-        """Reads the urgency of a queued request again and moves it if that has changed."""
-        if self._urgency_by_order[state.order] != self._urgency_of(state):
+    def update(self, state: RequestState, *, belongs: bool) -> None:
+        """Adds the request if it `belongs` here, or moves it if its urgency has changed; else removes it if present."""
+        urgency = self._urgency_by_order.get(state.order)
+        if urgency is not None and (not belongs or urgency != self._urgency_of(state)):
             self.discard(state)
+        if belongs and state not in self:
             self.push(state)
 
     @property

@@ -175,7 +175,7 @@ class RequestTable:
                 if not self.decodes.is_member(slot):
                     self.decodes.join(state, slot, table, self.timelines[state.request.id], unread=0)
         if state.images:
-            set_indexed(self.unencoded, state, belongs=live and state.needs_encode)
+            self.unencoded.update(state, belongs=live and state.needs_encode)
         if state.connector_state is not None:
             self.connector.on_requeue(state)
 
@@ -333,13 +333,3 @@ class RequestTable:
     def _cached_tokens(self, state: RequestState) -> int:
         """Number of leading tokens of the request whose KV is cached, from a prefix lookup now."""
         return len(self.prefixes.find(state)) * self.kv.block_size
-
-
-def set_indexed(index: UrgencyQueue, state: RequestState, *, belongs: bool) -> None:
-    """Adds the request to the index, refreshes its place or removes it."""
-    if not belongs:
-        index.discard(state)
-    elif state in index:
-        index.refresh(state)
-    else:
-        index.push(state)

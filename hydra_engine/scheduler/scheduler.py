@@ -201,7 +201,7 @@ class StageScheduler:
             if now < due_s or (ahead and due_s > -math.inf):
                 self.language_due_s = math.inf if ahead else due_s
                 return None
-        patches = sum(plan.num_patches for plan in self._vision_plans) if self._vision_plans else 0
+        patches = sum(plan.num_patches for plan in self._vision_plans)
         step = self._language.plan(StepId(self._next_step), now, ahead=ahead, patches_in_flight=patches)
         if step is None:
             return None
@@ -243,9 +243,8 @@ class StageScheduler:
         self._language_ended_s = result.ended_s
         self._times.record(duration_s, step.load.num_rows)
         self._speeds.on_language(step.load, duration_s, result.vision_s)
-        self._requests.observer.on_language_done(
-            result.started_s, result.ended_s, step.load, step.chunks, result.vision_s
-        )
+        chunks = [(row.request_id, len(row.token_ids)) for row in step.plan.chunks]
+        self._requests.observer.on_language_done(result.started_s, result.ended_s, step.load, chunks, result.vision_s)
         self._budgets.on_language(step.load, step.budget, duration_s=duration_s, gap_s=gap_s, vision_s=result.vision_s)
         events, ended = self._results.on_language(step.plan, result)
         events += self._results.finish(ended, now)

@@ -22,7 +22,7 @@ from operator import attrgetter
 import numpy as np
 
 from hydra_engine.config import SchedulerConfig
-from hydra_engine.core.ids import RequestId, StepId
+from hydra_engine.core.ids import StepId
 from hydra_engine.core.instances import Role
 from hydra_engine.core.plans import ChunkRow, ImageSlice, LanguageLoad, LanguagePlan
 from hydra_engine.core.state import Order, RequestState
@@ -241,7 +241,6 @@ class PlannedStep:
     plan: LanguagePlan
     load: LanguageLoad
     budget: StepBudget
-    chunks: list[tuple[RequestId, int]]  # (request, tokens)
 
 
 class LanguagePlanner:
@@ -286,7 +285,7 @@ class LanguagePlanner:
         decodes = self._requests.decodes.take_rows(ready, ahead=ahead)
         rows = tuple([self._chunk_row(state, chunk) for state, chunk in step.chunks])
         plan = LanguagePlan(step_id, decodes, rows, budget.vision_s, budget.partition)
-        return PlannedStep(plan, plan.load, budget, [(state.request.id, chunk) for state, chunk in step.chunks])
+        return PlannedStep(plan, plan.load, budget)
 
     # ---- decodes
 

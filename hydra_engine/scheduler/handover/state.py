@@ -9,7 +9,7 @@ from enum import Enum, auto
 
 from hydra_engine.core.state import RequestPhase, RequestState
 from hydra_engine.scheduler.queues import ArrivalQueue, UrgencyQueue
-from hydra_engine.scheduler.requests import RequestTable, set_indexed
+from hydra_engine.scheduler.requests import RequestTable
 from hydra_engine.transfer.plans import KvEnd
 
 
@@ -129,4 +129,4 @@ class ParkedRequests:
                 state.bypasses_at_wait = None  # bypasses are not counted while it waits for an offer
             elif parking is Parking.KV_OFFERED:
                 self._requests.count_bypasses(state)
-        set_indexed(self.unfetched, state, belongs=state.ending is None and state.needs_load)
+        self.unfetched.update(state, belongs=state.ending is None and state.needs_load)
