@@ -38,7 +38,7 @@ class ServedModel(Protocol):
 
     @property
     def can_be_captured(self) -> bool:
-        """True if a decode forward only launches ops and reads shapes, as graph capture requires."""
+        """True if a forward without scored prompts only launches ops and reads shapes, as graph capture requires."""
         ...
 
     @property
@@ -72,7 +72,7 @@ class Gate:
         """Starts a language step, beside which vision may run for `allowance_s` seconds, 0 or more."""
 
     def end(self) -> float:
-        """Ends the step, successful or not. Returns the seconds of vision that ran beside it."""
+        """Ends the language step, successful or not. Returns the seconds of vision that ran beside it."""
         return 0.0
 
     def enter(self, num_patches: int = 0) -> None:

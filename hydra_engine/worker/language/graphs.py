@@ -302,7 +302,8 @@ class DecodeGraphs:
 
     @cached_property
     def _tables(self) -> Tensor:
-        """Block tables of the largest step. Zeros at first, so that padded rows read block 0."""
+        """Block tables of the largest step. Padded rows keep those of earlier steps, at first zeros: what they read is
+        not used."""
         shape = (self.sizes[-1], self._width)
         return torch.zeros(shape, dtype=torch.int32, device=self._parts.device.torch_device)
 
@@ -409,7 +410,8 @@ class MixedSize(NamedTuple):
 
 def mixed_sizes(token_budget: int, max_num_seqs: int, max_tokens: int = MAX_TOKENS) -> tuple[MixedSize, ...]:
     """Default sizes of steps with prompts, ascending. Tokens: up to the first default that holds `token_budget`, at
-    most `max_tokens`. Rows for each number of tokens: 8, 32 and `max_num_seqs`, at most one per token."""
+    most `max_tokens`. Rows for each number of tokens: 8, 32 and `max_num_seqs`, never more than that, nor than one per
+    token."""
     sizes: list[MixedSize] = []
     for tokens in _TOKENS[: bisect_left(_TOKENS, token_budget) + 1]:
         if tokens <= max_tokens:
@@ -586,7 +588,8 @@ class MixedGraphs:
 
     @cached_property
     def _tables(self) -> Tensor:
-        """Block tables of the largest step. Zeros at first, so that padded rows read block 0."""
+        """Block tables of the largest step. Padded rows keep those of earlier steps, at first zeros, and read
+        nothing."""
         shape = (self.sizes[-1].rows, self._width)
         return torch.zeros(shape, dtype=torch.int32, device=self._parts.device.torch_device)
 

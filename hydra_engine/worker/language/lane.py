@@ -298,8 +298,8 @@ class LanguageLane:
 
 
 def _graph_sizes(config: EngineConfig) -> tuple[int, ...]:
-    """Rows of the decode graphs, ascending, at most the rows of a step. Warns about configured sizes that are
-    larger."""
+    """Rows of the decode graphs, ascending, at most the rows of a step. Skips configured sizes that are larger, with a
+    warning; if none is left, the one size is the rows of a step."""
     most = config.scheduler.max_running_requests
     if not config.cuda_graph_sizes:
         return default_sizes(most)

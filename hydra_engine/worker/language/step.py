@@ -303,7 +303,8 @@ class LanguageStep:
     def _replay_special(
         self, captured: SpecialGraph, plan: LanguagePlan, rows: StepRows, sampling: SamplingRows
     ) -> PendingSamples:
-        """Samples all rows of a replayed step once more, from the same logits, with what special rows ask for."""
+        """Samples all rows of a replayed step once more, from the same logits, with the biases, penalties and masks of
+        special rows, and scores those that have log probabilities."""
         assert self._graphs is not None
         self._recount(plan, sampling, captured.vocabulary)
         index = sampling.special

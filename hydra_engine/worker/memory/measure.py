@@ -64,20 +64,24 @@ class _Peaks:
         self._states = allocate_states(spec, small, dtype, device=device)
 
     def encode(self, vision: VisionSpec) -> int:
+        """Peak bytes of the largest encode; an estimate if the family's own processor plans pictures."""
         if self._spec.processor is not None:  # its pictures are made elsewhere
             return estimated_encode(vision, self._config, self._backend.dtype.itemsize)
         largest = largest_encode(vision, image_budget(self._config, vision))
         return self._peak(partial(self._encode, largest))
 
     def decode(self) -> int:
+        """Peak bytes of a decode of all requests that may run."""
         return self._peak(partial(self._forward, [1] * self._config.scheduler.max_running_requests, scored=False))
 
     def prefill(self) -> int:
+        """Peak bytes of the largest step with prompts, all of whose tokens are scored and take image features."""
         scheduler = self._config.scheduler
         counts = counts_of_largest(scheduler.max_step_tokens, scheduler.max_running_requests, self._max_model_len)
         return self._peak(partial(self._forward, counts, scored=True, merged=True))
 
     def captured(self, size: MixedSize) -> int:
+        """Peak bytes of a step of this size, all of whose tokens take image features."""
         counts = counts_of_largest(*size, self._max_model_len)
         return self._peak(partial(self._forward, counts, scored=False, merged=True))
 

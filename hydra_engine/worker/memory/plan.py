@@ -91,7 +91,7 @@ class Needs:
 
     def given(self, kind: str, block_bytes: int, reasons: list[str] | None = None) -> int | None:
         """Blocks of a cache (`kind`: kv or image) as configured; None if the configuration leaves it open. Appends a
-        note on the flag to `reasons`."""
+        note on the flag to `reasons`, unless that is None."""
         flag = self.flag(kind)
         if not flag:
             return None

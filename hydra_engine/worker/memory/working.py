@@ -119,16 +119,23 @@ def counts_of_largest(num_tokens: int, num_rows: int, longest: int) -> list[int]
 
 
 class LargestSteps(Protocol):
-    """Bytes that the largest steps take beside weights and caches, measured or estimated: an encode, a decode of all
-    requests that may run, a step with prompts (scored ones too), and a captured step of the given size."""
+    """A source of the bytes that the largest steps take beside weights and caches, measured or estimated."""
 
-    def encode(self, vision: VisionSpec) -> int: ...
+    def encode(self, vision: VisionSpec) -> int:
+        """Bytes of the largest encode."""
+        ...
 
-    def decode(self) -> int: ...
+    def decode(self) -> int:
+        """Bytes of a decode of all requests that may run."""
+        ...
 
-    def prefill(self) -> int: ...
+    def prefill(self) -> int:
+        """Bytes of the largest step with prompts, scored ones among them."""
+        ...
 
-    def captured(self, size: MixedSize) -> int: ...
+    def captured(self, size: MixedSize) -> int:
+        """Bytes of a captured step of this size."""
+        ...
 
 
 def working_memory(
@@ -181,15 +188,19 @@ class _Estimates:
     dtype_bytes: int
 
     def encode(self, vision: VisionSpec) -> int:
+        """Bytes of the largest encode."""
         return estimated_encode(vision, self.config, self.dtype_bytes)
 
     def decode(self) -> int:
+        """Bytes of a decode of all requests that may run."""
         return self._step(self.config.scheduler.max_running_requests, 0)
 
     def prefill(self) -> int:
+        """Bytes of the largest step with prompts, scored ones among them."""
         return self._step(self.config.scheduler.max_step_tokens, SCORED_ROWS)
 
     def captured(self, size: MixedSize) -> int:
+        """Bytes of a captured step of this size."""
         return self._step(size.tokens, 0)
 
     def _step(self, num_tokens: int, num_scored: int) -> int:

@@ -32,7 +32,7 @@ EXPECTED_KEPT = 0.9  # an expected time falls by at most this factor per faster 
 
 class LaneGate(Gate):
     """A gate that counts, while a language step runs, the wall time of the vision lane between `enter` and `leave`,
-    less its waits at the gate. This includes time in which the system did not run the thread. Methods as in `Gate`."""
+    less its waits at the gate. This includes time in which the system did not run the thread."""
 
     can_hold = True
 
@@ -50,6 +50,8 @@ class LaneGate(Gate):
     # ---- the language lane
 
     def begin(self, allowance_s: float = inf) -> None:
+        """Starts a language step, beside which vision may run for `allowance_s` seconds, 0 or more. Asserts that no
+        other runs."""
         assert allowance_s >= 0, "an allowance is a time"
         with self._changed:
             assert not self._running, "a language step began inside another"
@@ -61,6 +63,7 @@ class LaneGate(Gate):
                 self._since_s = self._clock.now()
 
     def end(self) -> float:
+        """Ends the language step. Returns the seconds of vision that ran beside it."""
         with self._changed:
             assert self._running, "a language step ended that had not begun"
             self._count()
@@ -71,18 +74,22 @@ class LaneGate(Gate):
     # ---- the vision lane
 
     def enter(self, num_patches: int = 0) -> None:
+        """Starts a vision step, of any number of patches; waits first if the running language step has no allowance
+        left."""
         with self._changed:
             assert self._since_s is None, "a vision step began inside another"
             self._since_s = self._clock.now()
         self.checkpoint()
 
     def checkpoint(self) -> None:
+        """Waits for the end of the running language step if that has no allowance left."""
         # Read without the lock, so that a checkpoint costs nothing where there is no limit. A step that begins at this
         # very moment finds a piece running, as it would a moment later.
         if self._limited:
             self._wait_for_turn()
 
     def leave(self) -> None:
+        """Ends the vision step, successful or not."""
         with self._changed:
             assert self._since_s is not None, "a vision step ended that had not begun"
             self._count()
@@ -91,6 +98,7 @@ class LaneGate(Gate):
     # ---- both
 
     def close(self) -> None:
+        """Opens the gate for good: no call waits for a language step from now on."""
         with self._changed:
             self._closed = True
             self._limited = False
@@ -152,7 +160,6 @@ class DeviceGate(Gate):
     seen. Times are taken when the host learns of a mark, later than it is reached by as long as the lane takes to wake.
 
     `paced`: some step may have a finite allowance. Otherwise nothing waits, and an encode gets only two marks.
-    Methods as in `Gate`.
     """
 
     def __init__(self, clock: Clock, mark: Callable[[], Mark], *, paced: bool) -> None:
@@ -175,6 +182,8 @@ class DeviceGate(Gate):
     # ---- the language lane
 
     def begin(self, allowance_s: float = inf) -> None:
+        """Starts a language step, beside which vision may run for `allowance_s` seconds, 0 or more. Asserts that no
+        other runs."""
         assert allowance_s >= 0, "an allowance is a time"
         with self._changed:
             assert self._allowance_s is None, "a language step began inside another"
@@ -182,6 +191,7 @@ class DeviceGate(Gate):
             self._allowance_s, self._step_s, self._used_s = allowance_s, self._clock.now(), 0.0
 
     def end(self) -> float:
+        """Ends the language step. Returns the device seconds of vision that ran beside it, so far as the host knows."""
         with self._changed:
             assert self._allowance_s is not None, "a language step ended that had not begun"
             self._take_done()
@@ -193,17 +203,23 @@ class DeviceGate(Gate):
     # ---- the vision lane
 
     def enter(self, num_patches: int = 0) -> None:
+        """Starts a vision step of `num_patches` patches; waits first for earlier pieces and the running language step's
+        end, as `checkpoint` does."""
         with self._changed:
             assert self._kind is None, "a vision step began inside another"
             self._kind = num_patches.bit_length()
         self._admit()
 
     def checkpoint(self) -> None:
+        """Marks the end of the launched piece and waits until the next may be launched: at most one other piece is in
+        flight, and the running language step has allowance left or has ended. Does nothing if no step has a finite
+        allowance."""
         if self.can_hold:
             self._launched()
             self._admit()
 
     def leave(self) -> None:
+        """Ends the vision step, successful or not."""
         assert self._kind is not None, "a vision step ended that had not begun"
         if self._behind is not None:
             self._launched()
@@ -212,6 +228,7 @@ class DeviceGate(Gate):
     # ---- both
 
     def close(self) -> None:
+        """Opens the gate for good: no call waits for a language step from now on."""
         with self._changed:
             self._closed = True
             self._release()
