@@ -73,10 +73,10 @@ class Budgets:
     """Budgets for the highest throughput, from the configuration and recent step times; no latency limit is kept.
 
     Beside decodes, whose tokens wait for it, the prefill of a step adds at most `PREFILL_SHARE` times the recent
-    duration of such decodes, in multiples of `MIN_CHUNK` tokens and at least one; before these times are known, and
-    without decodes, `max_step_tokens` is the only limit. The planner asks before each step and reports after it. Calls
-    of `step_budget` and `on_language` may interleave (a step is planned while the one before it runs), but every budget
-    that became a plan is reported, in order.
+    duration of such decodes, rounded down to a multiple of `MIN_CHUNK` tokens, but not to 0; before these times are
+    known, and without decodes, `max_step_tokens` is the only limit. The planner asks before each step and reports after
+    it. Calls of `step_budget` and `on_language` may interleave (a step is planned while the one before it runs), but
+    every budget that became a plan is reported, in order.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:

@@ -88,7 +88,7 @@ class Connector:
         return -math.inf
 
     def chunk_end(self, state: RequestState) -> int:
-        """The last position, exclusive, that the next chunk of a request may reach; at most `num_tokens`."""
+        """Upper bound for the end (exclusive) of a request's next chunk, at most `num_tokens`."""
         return state.num_tokens
 
     def before_language(self, step: OpenStep) -> None:
@@ -135,7 +135,7 @@ class Connector:
         """Called before the KV blocks of a request that has not ended are freed."""
 
     def on_preempted(self, state: RequestState, now: float) -> None:
-        """Called when a preempted request has lost its KV; may end it. Otherwise its prefix lookup is repeated next."""
+        """Called when a preempted request has lost its KV; may end the request."""
 
     def on_end(self, state: RequestState, ending: Ending) -> None:
         """Called when a request is about to end; its `ending` is not set yet."""

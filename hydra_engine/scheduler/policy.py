@@ -61,9 +61,9 @@ def is_stalled(state: RequestState) -> bool:
 def may_start_early(state: RequestState, *, is_oldest_encoding: bool, num_early: int, limit: int) -> bool:
     """True if a request may start prefill while some of its images have no features yet.
 
-    A request that was not preempted may while fewer than `limit` have done so (`num_early`). The oldest that waits for
-    images always may once its first image has features or needs none: its images together may exceed the image cache,
-    so the first must be consumed before the last is encoded.
+    A request that was not preempted may while fewer than `limit` others have done so and still wait for images
+    (`num_early`). The oldest that waits for images always may once its first image has features or needs none: its
+    images together may exceed the image cache, so the first must be consumed before the last is encoded.
     """
     return may_preempt_stalled(state, is_oldest_encoding=is_oldest_encoding) or (
         num_early < limit and not state.preempted
@@ -118,8 +118,8 @@ def features_to_evict(
     `image_order` first, none that an image before this one uses, none that a step in flight reads. Empty if that does
     not free enough.
 
-    `holders`: (key, images that use it, number of blocks) of all encoded features. The first of these images in
-    `image_order` decides.
+    `holders`: (key, images that use it, number of blocks) of all encoded features, which are ordered by the first of
+    these images.
     """
     asking = image_order(state, index)
     later = []

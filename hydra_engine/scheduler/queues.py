@@ -98,8 +98,8 @@ class UrgencyQueue(ArrivalQueue):
     @property
     def is_ranked(self) -> bool:
         """True if some request has a priority, a deadline or an amount of work in its urgency, so that the order by
-        urgency may differ from that by age. It is enough to look at the first and the last: all requests
-        without one have (0, inf), and any other value sorts before or behind that."""
+        urgency may differ from that by age. It is enough to look at the first and the last: all requests without one
+        have (0, inf), and any other value sorts before or behind that."""
         return any(urgency[:2] != (0, math.inf) for urgency in (*self._urgencies[:1], *self._urgencies[-1:]))
 
     def by_urgency(self) -> Iterator[RequestState]:

@@ -257,7 +257,8 @@ class RequestTable:
             self.connector.on_start(state)
 
     def is_overdue(self, state: RequestState) -> bool:
-        """True if at least `max_bypass` younger requests have started since this one began to wait for its start."""
+        """True if at least `max_bypass` younger requests have started since this one began to wait for its start. While
+        it waits for images, the count begins with the first call."""
         started = self._started.younger_than(state.order)
         if state.bypasses_at_wait is None:  # it waits for images, and is considered for the first time
             state.bypasses_at_wait = started

@@ -32,7 +32,7 @@ class _StepOutput:
         self.deltas: list[Delta] = []
 
     def add(self, row: int, request_id: int, position: int, token_id: int) -> None:
-        """Adds the token of a row. A Delta takes the gap before its token out of `tokens.late`."""
+        """Adds the token of a row. For a Delta, the gap before the token moves there from `tokens.late`."""
         if (logprobs := self.logprobs.get(row)) is not None:
             key = RequestId(request_id)
             late = self.tokens.late.pop(key, None)
@@ -55,8 +55,7 @@ class ResultProcessor:
         self.finish_times: deque[float] = deque(maxlen=32)  # when the latest requests were forgotten
 
     def finish(self, ended: list[RequestState], now: float) -> list[RequestMessage]:
-        """Forgets those of these requests that have ended and that no plan in flight names; returns the Finished of
-        each."""
+        """Forgets each of these requests that has ended and that no plan in flight names; returns their Finished."""
         messages: list[RequestMessage] = []
         for state in ended:
             ending = state.ending
@@ -114,8 +113,8 @@ class ResultProcessor:
     def on_language(
         self, plan: LanguagePlan, result: LanguageResult
     ) -> tuple[list[RequestMessage], list[RequestState]]:
-        """Applies tokens, progress and failures. Returns the messages for the frontend, and all requests of the plan
-        that have ended, before or now; deferred ones may be among these without having ended."""
+        """Applies tokens, progress and failures. Returns the messages, and the requests for `finish`: all of the plan
+        that have ended, before or now, and those of deferred decodes."""
         failures, deferred = dict(result.failures), set(result.deferred)
         output = _StepOutput(result.ended_s, dict(result.logprobs))
         ended = self._decodes(plan, result, failures, output) if len(plan.decodes) else []

@@ -62,7 +62,8 @@ class StageScheduler:
     ) -> None:
         """`kv`, `images`: the block pools; a pool that the role does not use has no blocks. `instance`: its name, for
         timelines. `reuse`: prefix and image caching. `budgets` None: no latency limits. `observer` None: late tokens
-        are not explained. `connector` None: all is computed here. `vision_plans`: maximum of vision plans in flight.
+        have no cause but their step. `connector` None: all is computed here. `vision_plans`: maximum of vision plans in
+        flight.
 
         `has_states`: the model keeps recurrent states, one per sequence slot. Raises ConfigError if the role then has
         one of prefill and decode without the other."""
@@ -141,8 +142,8 @@ class StageScheduler:
         self._connector.set_role(role)
 
     def reset_caches(self, *, kv: bool, images: bool) -> None:
-        """Forgets the cached KV, the cached features, or both, that no request holds. A request that relies on a prefix
-        hit and has not started finds the blocks missing at its next lookup, as after an eviction."""
+        """Forgets the cached KV (`kv`) and the cached features (`images`) that no request holds. A request that relies
+        on a prefix hit and has not started finds the blocks missing at its next lookup, as after an eviction."""
         if kv:
             self._requests.kv.pool.forget_evictable()
         if images:

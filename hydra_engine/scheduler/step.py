@@ -51,9 +51,9 @@ class StepBuilder:
 
     def next_chunk_tokens(self, state: RequestState) -> int:
         """Number of tokens of a prefill's next chunk, 0 if it is stalled or no budget is left: at most the budget left,
-        unless an image that must not be split needs more. A request that has generated a token, and misses only that
-        token's KV, counts as a decode and gets its token without budget: all decodes and these fit a step, since there
-        are no more slots than a step has tokens."""
+        unless an image that must not be split needs more; the connector may ask for fewer. A request that has generated
+        a token, and misses only that token's KV, counts as a decode and gets its token without budget: all decodes and
+        these fit a step, since there are no more slots than a step has tokens."""
         start, end = state.num_planned, state.num_computable
         if state.is_one_token_short:
             return 1
@@ -91,7 +91,7 @@ class BlockSearch:
 
     @property
     def is_full(self) -> bool:
-        """True if as many requests as may hold KV blocks do."""
+        """True if the maximum of requests hold KV blocks, so that none can start."""
         return len(self._kv.tables) >= self._max_seqs
 
     def find_blocks(
@@ -103,7 +103,8 @@ class BlockSearch:
     ) -> list[int] | None:
         """Returns the request's cached blocks, possibly [], if there are a free slot and enough free blocks for
         `num_tokens` positions, else None. Allocates nothing. In a `step` it first preempts `next_victim()` until there
-        are, or until that is None or must not be preempted; earlier victims stay preempted."""
+        are, or until that is None or must not be preempted; earlier victims stay preempted. Raises NeedsResult instead
+        in a step planned ahead."""
         pool, reserve = self._kv.pool, len(self._requests.decoding)
         cached: list[int] | None = None
         while True:

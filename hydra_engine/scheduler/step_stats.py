@@ -95,7 +95,7 @@ class StepTimes:
         self.typical_s = self._durations.median
 
     def expected_s(self, num_tokens: int) -> float | None:
-        """Expected seconds of a step of `num_tokens` tokens: the moving mean of its size, else the median of all steps;
+        """Expected seconds of a step of `num_tokens` tokens: the moving mean of its size, else `typical_s`;
         None before the first step."""
         mean_s = self._means.mean_s(num_tokens)
         return mean_s if mean_s is not None or not len(self._durations) else self.typical_s
@@ -129,11 +129,12 @@ class SpeedMeter:
         self._vision.add(num_patches, duration_s)
 
     def report(self) -> StepSpeeds:
+        """The means of the sizes with at least `_MIN_STEPS` steps."""
         return StepSpeeds(*(means.by_size(_MIN_STEPS) for means in (self._prefill, self._decode, self._vision)))
 
 
 class TypicalSteps:
-    """Medians of step durations. One instance holds steps beside vision or steps without vision, never both."""
+    """Medians of the durations of recent language steps, either of those beside vision or of those without."""
 
     def __init__(self) -> None:
         self._decodes: dict[int, Window] = {}  # seconds by the size of the number of rows

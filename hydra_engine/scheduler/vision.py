@@ -53,9 +53,9 @@ class VisionPlanner:
 
     def _fill(self, states: Iterable[RequestState], now: float, *, may_evict: bool) -> list[EncodeItem]:
         """Chooses the images of a step and allocates their blocks, until an image finds too few free blocks or the
-        budget is used up. An image larger than the rest of the budget is skipped: blocks for it stay free, and smaller
-        images behind it fill the step, unless it has waited for `encode_patience_s`. `may_evict`: features of later
-        images may be evicted, if no blocks have to stay free."""
+        budget is used up. An image larger than the rest of the budget is skipped (at most `policy.MAX_SKIPPED` are):
+        blocks for it stay free, and smaller images behind it fill the step, unless it has waited for
+        `encode_patience_s`. `may_evict`: features of later images may be evicted, if no blocks have to stay free."""
         budget, connector = self._budgets.max_patches(), self._requests.connector
         items: list[EncodeItem] = []
         used = reserved = num_skipped = 0
@@ -87,7 +87,8 @@ class VisionPlanner:
         return state is not None and now - state.image_wait_since_s >= self._patience_s
 
     def _item(self, state: RequestState, index: int, now: float) -> EncodeItem:
-        """Allocates the blocks for the features of an image, which must be free. Returns its item of the plan."""
+        """Allocates the blocks for the features of an image; asserts that enough are free. Returns its item of the
+        plan."""
         request, image = state.request, state.request.images[index]
         self._requests.images.reserve(state, index, now)
         return EncodeItem(
