@@ -81,10 +81,8 @@ def build_worker(
     worker_class: type[Worker] = Worker,
     make_gate: Callable[[Device, SchedulerConfig], Gate] | None = None,
 ) -> ComputeStack:
-    """Loads the model, allocates the caches, warms up and captures graphs. Must be called in inference mode; the caller
-    closes the worker. `make_gate` None: the vision lane has no gate. Raises a HydraError for a setting that the model
-    or the device does not support, an invalid checkpoint, or too little memory.
-    """
+    """Loads the model, allocates the caches, warms up and captures graphs; in inference mode. The caller closes the
+    worker. `make_gate` None: no gate. Raises HydraError: unsupported setting, bad checkpoint, or too little memory."""
     spec = load_spec(config.model_path, config.spec_options)
     chosen = resolve_device(config.device, config.backend)
     spec = spec.held_on(chosen.name)
@@ -172,11 +170,9 @@ def _load_and_size(
     context: InstanceContext,
     progress: Callable[[int, int], None],
 ) -> tuple[EngineConfig, CachePlan, VisionLanguageModel | GenericModel]:
-    """The configuration without "auto", the cache sizes, and the loaded model.
-
-    If the device reports peak memory, runs the largest steps between loading and the final cache sizes. Raises
-    ConfigError if a deterministic model is asked for and this one is not, ResourceError if memory does not suffice.
-    """
+    """Returns the configuration without "auto", the cache sizes, and the loaded model. Runs the largest steps before
+    the final sizes if the device reports peak memory. Raises ConfigError if a deterministic model is asked for and this
+    one is not, ResourceError if memory does not suffice."""
     device, role = backend.device, context.role
     free_bytes, total_bytes = device.memory()
     fills = device.peak_bytes(_nothing) is not None
@@ -218,17 +214,21 @@ def _load_and_size(
             packed_cache=None if config.packed_cache is None else Path(config.packed_cache).expanduser(),
         )
     if config.deterministic and not model.deterministic:
-        raise ConfigError(
-            f"{spec.architecture} computes with operations of its own, whose results may depend on the batch; give "
-            "--no-deterministic to run it like that",
-            param="deterministic",
-        )
+        raise _not_deterministic(spec)
     if fills:
         with _memory_for("its largest steps"):
             working = measure(model, backend, spec, role, resolved, plan)
         plan = plan_of(filling=Filling(own_bytes, working, model.weights_bytes, reasons))
         resolved = _resolve(config, spec, plan, role, device)
     return resolved, plan, model
+
+
+def _not_deterministic(spec: ModelSpec) -> ConfigError:
+    return ConfigError(
+        f"{spec.architecture} computes with operations of its own, whose results may depend on the batch; give "
+        "--no-deterministic to run it like that",
+        param="deterministic",
+    )
 
 
 def _first_plan(
