@@ -62,14 +62,14 @@ class Pair:
                 self._from.submit_staging(staging)
             result = self._results.get()
             if isinstance(result, StagingResult):
-                done = self._staging.copied(result.number)
+                done = self._staging.end_copy(result.number)
                 require(result.problem is None and done is not None, "a piece that is staged")
                 assert done is not None
                 piece = self._pulls.on_staged("source", done[1])
                 assert piece is not None
                 self._to.submit_pull(piece)
                 continue
-            _, messages, ended = self._pulls.copied(result)
+            _, messages, ended = self._pulls.end_copy(result)
             for message in messages:
                 if isinstance(message, Stage):
                     self._staging.request("target", message, _KIND)
