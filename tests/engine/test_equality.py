@@ -115,3 +115,21 @@ def test_greedy_tokens_equal_transformers(make_engine: EngineFactory, tiny_model
         ours = engine.generate(case["prompt"], images, temperature=0, max_tokens=64, ignore_eos=True)
         assert list(ours.token_ids) == theirs, f"case {index}"
         assert ours.usage.prompt_tokens == inputs["input_ids"].shape[1]
+
+
+PENALISED: dict[str, Any] = {
+    **{"temperature": 0, "max_tokens": 24, "ignore_eos": True},
+    **{"repetition_penalty": 1.3, "presence_penalty": 0.5, "logprobs": 1},
+}
+
+
+@pytest.mark.parametrize("token_budget", range(5, 10))
+def test_penalties_count_what_was_generated_before_a_preemption(make_engine: EngineFactory, token_budget: int) -> None:
+    """Also where the latest token is planned as a decode, since the budget ended the chunk one token before."""
+    prompts = [[40 + i, 41, 42] * 4 for i in range(4)]  # ids reach the instance together
+    alone = make_engine(num_kv_blocks=512)
+    golden = [alone.generate(prompt, **PENALISED).token_ids for prompt in prompts]
+    engine = make_engine(num_kv_blocks=20, token_budget=token_budget, max_model_len=64)
+    results = engine.generate(prompts, **PENALISED)
+    assert [result.token_ids for result in results] == golden
+    assert sum(result.metrics.num_preemptions for result in results) > 0

@@ -397,6 +397,7 @@ class SlotSpecials:
     def __init__(self, num_seq_slots: int) -> None:
         self._penalties: npt.NDArray[np.float64] = np.ones((num_seq_slots, 3), dtype=np.float64)
         self._penalised: npt.NDArray[np.bool_] = np.zeros(num_seq_slots, dtype=np.bool_)
+        self.counted: npt.NDArray[np.bool_] = np.zeros(num_seq_slots, dtype=np.bool_)  # on the device, since `assign`
         self._num_top: _Words = np.full(num_seq_slots, -1, dtype=np.int32)
         self._num_biases: Int64s = np.zeros(num_seq_slots, dtype=np.int64)
         self._states: list[SamplingState | None] = [None] * num_seq_slots  # of biases, masks and histories
@@ -408,6 +409,7 @@ class SlotSpecials:
         params = state.params
         self._penalties[seq_slot] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
         self._penalised[seq_slot] = params.penalises
+        self.counted[seq_slot] = False
         self._num_top[seq_slot] = -1 if params.logprobs is None else params.logprobs
         self._num_biases[seq_slot] = 0 if state.biases is None else len(state.biases[0])
         self._states[seq_slot] = state

@@ -418,13 +418,16 @@ class LanguageStep:
         return self._pending_samples(plan.num_rows, rows, sampling, special, places, (tokens, finite, *scores))
 
     def _recount(self, plan: LanguagePlan, sampling: SamplingRows, vocabulary: int) -> None:
-        """Recounts the tokens of requests with penalties whose chunk samples here: the end of a prompt, or of a
-        recomputation after a preemption."""
-        prompts = sampling.special[sampling.special >= len(plan.decodes)]
-        recounts = self._slot_table.specials.recounts(sampling.seq_slots[prompts], vocabulary)
+        """Recounts the tokens of requests with penalties whose prompt or recomputation ends here, or ended in a step
+        that sampled nothing: the latest token of a request that is prefilled again may be planned as a decode."""
+        specials, special = self._slot_table.specials, sampling.special
+        seq_slots = sampling.seq_slots[special]
+        ended = seq_slots[(special >= len(plan.decodes)) | ~specials.counted[seq_slots]]
+        recounts = specials.recounts(ended, vocabulary)
         if recounts is not None:
-            seq_slots, places, counts = self._parts.device.send(recounts)
-            self._slot_table.recount(seq_slots, places, counts, vocabulary)
+            device_slots, places, counts = self._parts.device.send(recounts)
+            self._slot_table.recount(device_slots, places, counts, vocabulary)
+            specials.counted[recounts.seq_slots] = True
 
     def _resolved(self, inputs: LanguageInput, decoded: Int64s, seq_slots: Tensor) -> LanguageInput:
         """Returns `inputs` with the decode tokens that only the device has, -1 in `decoded`, filled in. `seq_slots`
