@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from hydra_engine import Engine, SamplingParams
+from hydra_engine.backend.cpu.ops import SamplingOps
 from hydra_engine.core.outputs import Result
 from tests.engine.conftest import EngineFactory, assert_at_rest, picture
 
@@ -133,3 +135,22 @@ def test_penalties_count_what_was_generated_before_a_preemption(make_engine: Eng
     results = engine.generate(prompts, **PENALISED)
     assert [result.token_ids for result in results] == golden
     assert sum(result.metrics.num_preemptions for result in results) > 0
+
+
+def test_a_row_that_runs_out_of_memory_counts_its_token_once(
+    make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its step is run again, with the penalties of the first time."""
+    engine = make_engine()
+    prompt = [40, 41, 42] * 4
+    golden = engine.generate(prompt, **PENALISED).token_ids
+    score_tokens, calls = SamplingOps.score_tokens, itertools.count(1)
+
+    def short_of_memory(*given: Any) -> Any:
+        if next(calls) % 3 == 2:
+            raise torch.OutOfMemoryError("as a test wants it")
+        return score_tokens(*given)
+
+    monkeypatch.setattr(SamplingOps, "score_tokens", staticmethod(short_of_memory))
+    assert engine.generate(prompt, **PENALISED).token_ids == golden
+    assert next(calls) > len(golden) + 1, "nothing was run again"

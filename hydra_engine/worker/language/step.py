@@ -409,12 +409,13 @@ class LanguageStep:
                 adjusted = adjust_special(ops, chosen, tensors, slot_table.counts(vocabulary))
             drawn, _ = ops.sample(adjusted, SamplingTensors(*columns))
             tokens.index_copy_(0, device_index, drawn)
-            if special.penalises:
-                slot_table.count(device_slots, drawn, tensors.columns.increments, vocabulary)
         scores: tuple[Tensor, ...] = ()
-        if special.scores:
+        if special.penalises or special.scores:
             of_rows = tokens.index_select(0, device_index)
+        if special.scores:
             scores = ops.score_tokens(chosen, of_rows, tensors.columns.num_top, MAX_LOGPROBS)
+        if special.penalises:  # last, since a step that ran out of memory is run again and would count twice
+            slot_table.count(device_slots, of_rows, tensors.columns.increments, vocabulary)
         return self._pending_samples(plan.num_rows, rows, sampling, special, places, (tokens, finite, *scores))
 
     def _recount(self, plan: LanguagePlan, sampling: SamplingRows, vocabulary: int) -> None:
