@@ -26,6 +26,8 @@ FACTS = "facts"  # attribute of a record: names and values to write instead of t
 
 MAX_WAITING_CHARS = 1 << 20  # queued for standard error; what does not fit is dropped and counted
 LAST_WORDS_S = 0.5  # that a process waits at its end for its standard error to be read
+MAX_REPEATS = 20  # warnings and errors of one line of code in REPEAT_PERIOD_S; further ones are counted
+REPEAT_PERIOD_S = 10.0
 
 _ROOT = "hydra_engine"
 _FORMAT = "%(asctime)s %(levelname).1s [{instance}] %(name)s: %(message)s"
@@ -73,6 +75,27 @@ def _whole(value: object) -> object:
 
 def escaped(text: str) -> str:
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+
+
+class RepeatFilter(logging.Filter):
+    """A rate limit for warnings and errors: passes `MAX_REPEATS` records of one line of code per `REPEAT_PERIOD_S`. The
+    first that passes afterwards comes behind a line that counts those left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[tuple[str, int], tuple[float, int]] = {}  # start of the period, records in it
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING or record.name == __name__:
+            return True
+        site = record.name, record.lineno
+        start_s, count = self._seen.get(site, (record.created, 0))
+        if not 0.0 <= record.created - start_s < REPEAT_PERIOD_S:
+            if (num_left_out := count - MAX_REPEATS) > 0:
+                logging.getLogger(__name__).warning("%d lines like the next one were left out", num_left_out)
+            start_s, count = record.created, 0
+        self._seen[site] = start_s, count + 1
+        return count < MAX_REPEATS
 
 
 class StandardError(io.TextIOBase):
@@ -182,6 +205,7 @@ def configure(level: str = "info", *, instance: str = "front", log_format: str =
         handler.setFormatter(JsonFormatter(instance))
     else:
         handler.setFormatter(LineFormatter(_FORMAT.format(instance=instance), "%H:%M:%S"))
+    handler.addFilter(RepeatFilter())
     root = logging.getLogger(_ROOT)
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 
 from hydra_engine.backend.device import Device
-from hydra_engine.errors import BackendError, ErrorInfo, HydraError, RequestFailed, Unavailable
+from hydra_engine.errors import BackendError, ErrorInfo, HydraError, InvalidRequest, RequestFailed, Unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -25,13 +25,15 @@ OUT_OF_MEMORY = Unavailable(
 
 
 def run_guarded(what: str, run: Callable[[], T]) -> T | ErrorInfo:
-    """Returns the result of `run`, or the error for the request that made it raise; logs the exception. The error is
-    OUT_OF_MEMORY if the device's memory ran out: the failed call's tensors are freed by then, and the caller returns
-    cached memory to the device. Raises BackendError if `run` does."""
+    """Returns the result of `run`, or the error for the request that made it raise. Logs the exception, unless it says
+    that the request is invalid. The error is OUT_OF_MEMORY if the device's memory ran out: the failed call's tensors
+    are freed by then, and the caller returns cached memory to the device. Raises BackendError if `run` does."""
     try:
         return run()
     except BackendError:
         raise
+    except InvalidRequest as error:
+        return error.info()
     except HydraError as error:
         logger.warning("%s: %s", what, error)
         return error.info()

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from hydra_engine.log import MAX_WAITING_CHARS, LineFormatter, StandardError, escaped
+from hydra_engine import log
+from hydra_engine.log import MAX_REPEATS, MAX_WAITING_CHARS, LineFormatter, StandardError, escaped
 
 
 @pytest.fixture
@@ -48,6 +49,42 @@ def test_tracebacks_are_indented(lines: tuple[logging.Logger, io.StringIO]) -> N
     first, *rest = stream.getvalue().splitlines()
     assert first == "ERROR it failed" and len(rest) > 3
     assert all(line.startswith("    ") for line in rest) and "\x1b" not in stream.getvalue()
+
+
+@pytest.fixture
+def package_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+    """The package's log as an entry point sets it up, into a string."""
+    root, stream = logging.getLogger("hydra_engine"), io.StringIO()
+    before = root.handlers[:], root.level, root.propagate, logging.raiseExceptions
+    monkeypatch.setattr(sys, "stderr", stream)
+    log.configure()
+    yield stream
+    root.handlers[:], root.level, root.propagate, logging.raiseExceptions = before
+
+
+def test_what_repeats_is_counted(package_log: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger("hydra_engine.test")
+
+    def fail(times: int) -> None:
+        for _ in range(times):
+            try:
+                raise ValueError("a long traceback")
+            except ValueError:
+                logger.exception("the step failed")
+
+    fail(1000)
+    for number in range(30):
+        logger.info("request %d", number)
+    logger.warning("another line of code")
+    lines = package_log.getvalue().splitlines()
+    assert sum("the step failed" in line for line in lines) == MAX_REPEATS
+    assert sum("request" in line for line in lines) == 30 and "another line of code" in lines[-1]
+
+    monkeypatch.setattr(log, "REPEAT_PERIOD_S", 0.0)  # it is over
+    fail(2)
+    lines = package_log.getvalue().splitlines()[len(lines) :]
+    assert f"{1000 - MAX_REPEATS} lines like the next one were left out" in lines[0]
+    assert sum("the step failed" in line for line in lines) == 2
 
 
 # ---- a standard error that nobody reads

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hydra_engine.backend.base import Backend
-from hydra_engine.errors import BackendError
+from hydra_engine.errors import BackendError, HydraError, InvalidRequest, RequestFailed
 from hydra_engine.models.layers.decoder import LanguageInput
 from hydra_engine.models.layers.vision import VisionInput
 from hydra_engine.worker.boundary import run_guarded
@@ -152,3 +152,14 @@ def test_a_picture_alone_is_tried_once_more_with_the_memory_that_was_given_back(
     assert error is not None and error.kind == "Unavailable" and device.trims == 3
     assert rig.vision(rig.item(request, 0))[0] is None
     rig.worker.close()
+
+
+@pytest.mark.parametrize("error, num_lines", [(InvalidRequest("no token is allowed"), 0), (RequestFailed("x"), 1)])
+def test_a_client_cannot_fill_the_log_of_an_instance(
+    error: HydraError, num_lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise error
+
+    assert run_guarded("sampling", fail) == error.info()
+    assert len(caplog.records) == num_lines

@@ -99,11 +99,11 @@ def ours(answers: Iterable[Answer]) -> list[Finding]:
 
 
 def theirs(answers: Iterable[Answer]) -> list[Finding]:
-    """Findings on faults of clients: each has an answer, never 5xx but 503."""
+    """Findings on faults of clients: each has an answer, never 5xx but 503, and no internal error inside a stream."""
     wrong = [
         f"{a.status} {a.code} {a.body[:200]!r}"
         for a in answers
-        if (a.status >= 500 and a.status != 503) or a.status < 0
+        if (a.status >= 500 and a.status != 503) or a.status < 0 or b'"internal_error"' in a.body
     ]
     return [Finding("blame", f"a client's request was answered by {told}") for told in wrong]
 

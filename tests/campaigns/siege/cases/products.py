@@ -69,6 +69,11 @@ async def _post(
     return oracles.theirs([await stage.alice.post(path, body)])
 
 
+async def _refused(stage: Stage) -> list[Finding]:
+    body = {"model": "demo", "prompt": ["x"] * 128, "n": 4, "guided_choice": ["a", "b"], "allowed_token_ids": [9]}
+    return oracles.theirs([await stage.alice.post(COMPLETIONS, body) for _ in range(8)])
+
+
 def _cases() -> list[Case]:
     made = []
     prompt, chat = {"prompt": "x"}, {"messages": [{"role": "user", "content": "x"}]}
@@ -82,6 +87,7 @@ def _cases() -> list[Case]:
     made.insert(0, Case("products", "prompts x answers x allowed ids", partial(_post, COMPLETIONS, prompt, three)))
     three = [FIELDS["prompts"], FIELDS["answers"], FIELDS["bias"]]
     made.insert(1, Case("products", "prompts x answers x bias", partial(_post, COMPLETIONS, prompt, three)))
+    made.insert(2, Case("products", "prompts x answers, all refused", _refused))
     return made
 
 
