@@ -21,9 +21,9 @@ from hydra_engine.cluster.supervisor import Ahead
 from hydra_engine.config import DEMO_MODEL, EngineConfig, config_from_options
 from hydra_engine.core.call import GenerationCall, Role
 from hydra_engine.core.instances import InstanceState, Topology
-from hydra_engine.core.messages import InstanceSummary, LedgerReport, Status
 from hydra_engine.core.outputs import Piece, Result
 from hydra_engine.core.prompting import TemplateOptions
+from hydra_engine.core.reports import InstanceSummary, LedgerReport, Status
 from hydra_engine.core.sampling import GenerationDefaults
 from hydra_engine.errors import EngineClosed
 from hydra_engine.frontend.batch import run_batch

@@ -19,16 +19,15 @@ from hydra_engine.core.messages import (
     WIRE_VERSION,
     Abort,
     Finished,
-    InstanceSummary,
     Ready,
     Shutdown,
-    Status,
     Submit,
     ToFrontend,
     ToInstance,
     Tokens,
 )
 from hydra_engine.core.outputs import FinishReason
+from hydra_engine.core.reports import InstanceSummary, Status
 from hydra_engine.core.request import Request
 from hydra_engine.instance.ports import Inbox, InstanceContext, Outbox
 from hydra_engine.preprocess.text.tokenizer import Tokenizer, load_tokenizer

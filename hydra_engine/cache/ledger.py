@@ -12,7 +12,7 @@ from functools import partial
 from hydra_engine.cache.blocks import BlockPool, CacheManager, Holder, SlotPool
 from hydra_engine.cache.features import FeatureCache
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.messages import LedgerReport
+from hydra_engine.core.reports import LedgerReport
 from hydra_engine.core.state import ImageProgress
 
 MAX_LINES = 200

@@ -21,8 +21,8 @@ from hydra_engine import __version__
 from hydra_engine.cli.options import DEFAULT_URL
 from hydra_engine.config import EngineConfig, ServerConfig
 from hydra_engine.core.instances import InstanceSpec, Role, Topology
-from hydra_engine.core.messages import InstanceSummary, LimitSummary
 from hydra_engine.core.outputs import SloReport, StageSpan
+from hydra_engine.core.reports import InstanceSummary, LimitSummary
 from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.core.units import size
 from hydra_engine.telemetry.timeline import draw

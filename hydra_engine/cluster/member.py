@@ -15,8 +15,9 @@ from hydra_engine.cluster.channel import FrontendEnd
 from hydra_engine.cluster.children import Child
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.instances import Condition, InstanceSpec, InstanceState, Role
-from hydra_engine.core.messages import WIRE_VERSION, InstanceSummary, Loading, Status, ToFrontend
+from hydra_engine.core.messages import WIRE_VERSION, Loading, ToFrontend
 from hydra_engine.core.processes.status import ProcessStatus
+from hydra_engine.core.reports import InstanceSummary, Status
 from hydra_engine.errors import HydraError
 
 

@@ -25,18 +25,9 @@ from hydra_engine.cluster.pairs import Names, Pairs
 from hydra_engine.cluster.spawn import COMMAND, Spawned
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.instances import Condition, InstanceState, Role, Topology
-from hydra_engine.core.messages import (
-    WIRE_VERSION,
-    Failed,
-    Loading,
-    PeerState,
-    Ready,
-    SetRole,
-    Shutdown,
-    Status,
-    ToFrontend,
-)
+from hydra_engine.core.messages import WIRE_VERSION, Failed, Loading, PeerState, Ready, SetRole, Shutdown, ToFrontend
 from hydra_engine.core.processes.status import process_status
+from hydra_engine.core.reports import Status
 from hydra_engine.errors import ConfigError, EngineClosed, HydraError, ResourceError, TransferError, from_info
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import Flag, StrEnum
 from itertools import groupby
 
-from hydra_engine.core.messages import InstanceSummary, Status
+from hydra_engine.core.reports import InstanceSummary, Status
 from hydra_engine.errors import ConfigError
 
 

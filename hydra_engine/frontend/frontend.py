@@ -23,17 +23,9 @@ from hydra_engine.config import EngineConfig
 from hydra_engine.core.call import GenerationCall
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import InstanceState, Topology
-from hydra_engine.core.messages import (
-    InstanceSummary,
-    LedgerReport,
-    Loading,
-    ResetCaches,
-    SetFault,
-    Status,
-    ToFrontend,
-    ToInstance,
-)
+from hydra_engine.core.messages import Loading, ResetCaches, SetFault, ToFrontend, ToInstance
 from hydra_engine.core.outputs import Result
+from hydra_engine.core.reports import InstanceSummary, LedgerReport, Status
 from hydra_engine.core.sampling import NO_DEFAULTS, GenerationDefaults
 from hydra_engine.errors import EngineClosed, HydraError, InvalidRequest, RequestAborted, Unavailable, retry_after_s
 from hydra_engine.frontend.choices import Choices

@@ -10,8 +10,9 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
-from hydra_engine.core.messages import Loading, Status
+from hydra_engine.core.messages import Loading
 from hydra_engine.core.outputs import Result
+from hydra_engine.core.reports import Status
 
 OnProgress = Callable[[Loading], None]
 

@@ -15,15 +15,8 @@ import msgspec
 from hydra_engine.cluster.channel import FrontendEnd
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import Condition, InstanceState
-from hydra_engine.core.messages import (
-    BudgetReport,
-    InstanceSummary,
-    LedgerReport,
-    QueryLedger,
-    StageReport,
-    Status,
-    TransferReport,
-)
+from hydra_engine.core.messages import QueryLedger
+from hydra_engine.core.reports import BudgetReport, InstanceSummary, LedgerReport, StageReport, Status, TransferReport
 from hydra_engine.errors import HydraError
 from hydra_engine.frontend.routing.router import missing_now
 from hydra_engine.frontend.transitions import Dispatcher

@@ -11,7 +11,8 @@ import torch
 from hydra_engine.backend.select import weights_dtype
 from hydra_engine.cache.blocks import CacheManager
 from hydra_engine.config import EngineConfig
-from hydra_engine.core.messages import WIRE_VERSION, Failed, InstanceSummary, Loading, Ready
+from hydra_engine.core.messages import WIRE_VERSION, Failed, Loading, Ready
+from hydra_engine.core.reports import InstanceSummary
 from hydra_engine.errors import HydraError
 from hydra_engine.instance.compute_stack import ComputeStack, build_worker
 from hydra_engine.instance.hooks import Connect, Hooks, make_gate, make_hooks

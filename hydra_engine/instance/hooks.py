@@ -20,9 +20,9 @@ from hydra_engine.backend.device import Device
 from hydra_engine.backend.devices import gpu_name
 from hydra_engine.clock import MonotonicClock
 from hydra_engine.config import EngineConfig, SchedulerConfig
-from hydra_engine.core.messages import LimitBudget, LimitSummary
 from hydra_engine.core.plans import VisionLoad
 from hydra_engine.core.pools import Exports, PoolKind
+from hydra_engine.core.reports import LimitBudget, LimitSummary
 from hydra_engine.instance.compute_stack import ComputeStack, Progress, build_worker
 from hydra_engine.instance.migration import Migration
 from hydra_engine.instance.ports import MigrationPort, PeerPort

@@ -23,7 +23,6 @@ from hydra_engine.core.messages import (
     Encode,
     Finished,
     HandOver,
-    LedgerReport,
     NeedDecoder,
     NeedImages,
     QueryLedger,
@@ -32,14 +31,13 @@ from hydra_engine.core.messages import (
     SetFault,
     SetRole,
     Shutdown,
-    Status,
-    StepReport,
     Submit,
     ToFrontend,
     ToInstance,
 )
 from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.plans import ConnectorResult, LaneResult, LanguagePlan, ReadyResult, VisionResult
+from hydra_engine.core.reports import LedgerReport, Status, StepReport
 from hydra_engine.errors import RequestError, RequestFailed, Unavailable
 from hydra_engine.instance.ports import MigrationPort
 

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.messages import Encode, Finished, NeedDecoder, NeedImages, PeerState, Submit, TransferReport
+from hydra_engine.core.messages import Encode, Finished, NeedDecoder, NeedImages, PeerState, Submit
 from hydra_engine.core.outputs import Departure
 from hydra_engine.core.pools import PoolKind
+from hydra_engine.core.reports import TransferReport
 from hydra_engine.errors import TransferError
 from hydra_engine.instance.ports import FromPeer, MigrationPort, PeerDown, PeerUp
 from hydra_engine.scheduler.handover.events import FeaturesEvent, FeaturesGoneEvent, KvEvent, KvGoneEvent, UnneededEvent

@@ -11,8 +11,8 @@ import math
 from typing import NamedTuple
 
 from hydra_engine.config import SchedulerConfig
-from hydra_engine.core.messages import BudgetReport
 from hydra_engine.core.plans import LanguageLoad, VisionLoad
+from hydra_engine.core.reports import BudgetReport
 from hydra_engine.core.state import RequestState
 from hydra_engine.scheduler.decodes import ReadyDecodes
 from hydra_engine.scheduler.requests import RequestTable

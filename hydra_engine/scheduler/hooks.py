@@ -13,9 +13,10 @@ from typing import Protocol
 
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import Role
-from hydra_engine.core.messages import RequestMessage, Status
+from hydra_engine.core.messages import RequestMessage
 from hydra_engine.core.outputs import DelayCause
 from hydra_engine.core.plans import LanguageLoad
+from hydra_engine.core.reports import Status
 from hydra_engine.core.state import Ending, RequestState
 from hydra_engine.scheduler.step_stats import StepTimes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from hydra_engine.core.messages import BudgetReport, StageReport, Status, StepSpeeds
+from hydra_engine.core.reports import BudgetReport, StageReport, Status, StepSpeeds
 from hydra_engine.core.state import ImageProgress, RequestPhase, RequestState
 from hydra_engine.scheduler.requests import RequestTable
 from hydra_engine.scheduler.results import ResultProcessor

@@ -11,8 +11,8 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 
-from hydra_engine.core.messages import StepSpeeds
 from hydra_engine.core.plans import LanguageLoad
+from hydra_engine.core.reports import StepSpeeds
 
 MIN_GAP_S = 0.05
 _REMEMBERED_STEPS = 64  # behind the typical duration of all steps

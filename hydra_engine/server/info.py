@@ -18,7 +18,7 @@ from msgspec import UNSET, UnsetType
 
 from hydra_engine import __version__
 from hydra_engine.core.instances import Condition, InstanceSpec, InstanceState, Role, Topology
-from hydra_engine.core.messages import InstanceSummary
+from hydra_engine.core.reports import InstanceSummary
 from hydra_engine.errors import Unavailable
 from hydra_engine.server.generate import check_model, json_response
 from hydra_engine.server.http.errors import ErrorBody, error_body, error_response

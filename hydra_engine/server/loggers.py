@@ -20,8 +20,8 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from hydra_engine import __version__, log
-from hydra_engine.core.messages import Status
 from hydra_engine.core.outputs import Result, Usage
+from hydra_engine.core.reports import Status
 from hydra_engine.server.port import EnginePort
 from hydra_engine.server.state import CLIENT, CONFIG, MODEL_NAME, REQUEST_ID, STATE, make_request_id
 from hydra_engine.telemetry.otel import Traced, Tracer, Value, answer_attributes

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 from hydra_engine.core.call import GenerationCall, Role
 from hydra_engine.core.instances import InstanceState
-from hydra_engine.core.messages import InstanceSummary, LedgerReport, Status
 from hydra_engine.core.outputs import Piece, Result, Usage
 from hydra_engine.core.prompting import TemplateOptions
+from hydra_engine.core.reports import InstanceSummary, LedgerReport, Status
 from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.telemetry.trace import Activity
 

@@ -24,8 +24,8 @@ from prometheus_client.registry import Collector
 
 from hydra_engine import __version__, log
 from hydra_engine.core.instances import Condition, InstanceState
-from hydra_engine.core.messages import BudgetReport, Status
 from hydra_engine.core.outputs import BLAMES, FinishReason, Result, SloReport, StageSpan
+from hydra_engine.core.reports import BudgetReport, Status
 from hydra_engine.telemetry.timeline import MOVES, PHASE_OF, phases
 
 # ---- histograms and families

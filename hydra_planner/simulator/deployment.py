@@ -16,14 +16,9 @@ from dataclasses import dataclass
 
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import InstanceState, Topology
-from hydra_engine.core.messages import (
-    LedgerReport,
-    QueryLedger,
-    Status,
-    ToFrontend,
-    ToInstance,
-)
+from hydra_engine.core.messages import QueryLedger, ToFrontend, ToInstance
 from hydra_engine.core.outputs import Result
+from hydra_engine.core.reports import LedgerReport, Status
 from hydra_engine.core.request import Slo
 from hydra_engine.errors import ConfigError
 from hydra_engine.frontend.frontend import TICK_S

@@ -13,7 +13,7 @@ import pytest
 
 from hydra_engine.cli.summary import screen_lines
 from hydra_engine.config import EngineConfig, SchedulerConfig, ServerConfig
-from hydra_engine.core.messages import LimitSummary
+from hydra_engine.core.reports import LimitSummary
 from hydra_engine.core.sampling import SamplingParams
 from tests.cli.conftest import KEY, Started
 from tests.cli.test_summary import BUDGETS, instance

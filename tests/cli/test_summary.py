@@ -10,8 +10,8 @@ import pytest
 
 from hydra_engine import __version__
 from hydra_engine.cli.summary import limit_lines, seconds, start_lines, timeline_lines
-from hydra_engine.core.messages import InstanceSummary, LimitBudget, LimitSummary
 from hydra_engine.core.outputs import SloReport, StageSpan
+from hydra_engine.core.reports import InstanceSummary, LimitBudget, LimitSummary
 
 BUDGETS = (LimitBudget(1, 0.0123, 480, math.inf), LimitBudget(8, 0.0174, 320, 0.0312), LimitBudget(64, 0.0391, 0, 0.0))
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 from hydra_engine.cluster.member import InstanceLink
 from hydra_engine.cluster.supervisor import Supervisor
-from hydra_engine.core.messages import Failed, Loading, PeerState, Ready, Status, ToFrontend
+from hydra_engine.core.messages import Failed, Loading, PeerState, Ready, ToFrontend
+from hydra_engine.core.reports import Status
 
 
 class Recorder:

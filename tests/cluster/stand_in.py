@@ -20,8 +20,6 @@ from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import (
     WIRE_VERSION,
     Failed,
-    InstanceSummary,
-    LedgerReport,
     Loading,
     NeedImages,
     PeerState,
@@ -29,9 +27,9 @@ from hydra_engine.core.messages import (
     SetFault,
     SetRole,
     Shutdown,
-    Status,
 )
 from hydra_engine.core.pools import Exports
+from hydra_engine.core.reports import InstanceSummary, LedgerReport, Status
 from hydra_engine.errors import ConfigError
 from hydra_engine.instance.ports import FromPeer, Inbox, InstanceContext, Outbox, PeerDown, PeerUp
 from hydra_engine.transfer.messages import Offer

@@ -13,7 +13,7 @@ import pytest
 
 from hydra_engine import Engine
 from hydra_engine.cli.summary import start_lines
-from hydra_engine.core.messages import InstanceSummary
+from hydra_engine.core.reports import InstanceSummary
 from hydra_engine.core.units import size
 from hydra_engine.instance import compute_stack
 from hydra_engine.worker.language.step import LanguageStep

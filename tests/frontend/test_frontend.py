@@ -16,18 +16,9 @@ from hydra_engine.cluster.member import ClusterListener, InstanceLink
 from hydra_engine.config import ClusterConfig, EngineConfig, SchedulerConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import Condition, InstanceState, Role, Topology
-from hydra_engine.core.messages import (
-    InstanceSummary,
-    LedgerReport,
-    Loading,
-    QueryLedger,
-    SetFault,
-    StageReport,
-    Status,
-    ToInstance,
-    TransferReport,
-)
+from hydra_engine.core.messages import Loading, QueryLedger, SetFault, ToInstance
 from hydra_engine.core.outputs import FinishReason, Result
+from hydra_engine.core.reports import InstanceSummary, LedgerReport, StageReport, Status, TransferReport
 from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.errors import ConfigError, EngineClosed, Unavailable
 from hydra_engine.frontend.frontend import Frontend

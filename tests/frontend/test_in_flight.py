@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.messages import Abort, StageReport, Submit
+from hydra_engine.core.messages import Abort, Submit
 from hydra_engine.core.outputs import DelayCause, StageSpan
+from hydra_engine.core.reports import StageReport
 from hydra_engine.errors import RequestFailed
 from hydra_engine.frontend.request import MAX_LATE
 from tests.frontend.rig import Rig, token

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from hydra_engine.core.messages import InstanceSummary
+from hydra_engine.core.reports import InstanceSummary
 from hydra_engine.errors import ResourceError
 from hydra_engine.frontend.routing.placement import check_fits
 

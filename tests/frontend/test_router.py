@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydra_engine.core.instances import Condition, Role, Topology
-from hydra_engine.core.messages import Status
+from hydra_engine.core.reports import Status
 from hydra_engine.core.request import Request
 from hydra_engine.frontend.routing.router import REMEMBERED, InstanceLoad, Route, Router, missing_for_good, missing_now
 from tests.examples import examples

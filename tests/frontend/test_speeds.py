@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydra_engine.core.instances import Role
-from hydra_engine.core.messages import StepSpeeds
 from hydra_engine.core.plans import LanguageLoad
+from hydra_engine.core.reports import StepSpeeds
 from hydra_engine.frontend.request import Charge
 from hydra_engine.frontend.routing.router import (
     ALIKE,

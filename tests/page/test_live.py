@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from hydra_engine.core.instances import Condition
-from hydra_engine.core.messages import BudgetReport, InstanceSummary, LimitSummary, StepReport, TransferReport
 from hydra_engine.core.outputs import StageSpan, Usage
+from hydra_engine.core.reports import BudgetReport, InstanceSummary, LimitSummary, StepReport, TransferReport
 from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.server.page import events as page_module
 from hydra_engine.telemetry.trace import LiveRequest

@@ -10,7 +10,7 @@ import pytest
 
 from hydra_engine.config import EngineConfig, SchedulerConfig
 from hydra_engine.core.cost import CostSurface, Curve
-from hydra_engine.core.messages import StepSpeeds
+from hydra_engine.core.reports import StepSpeeds
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.scheduler.step_stats import SpeedMeter
 from hydra_planner.records import Record

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydra_engine.core.messages import BudgetReport
 from hydra_engine.core.plans import LanguageLoad, VisionLoad
+from hydra_engine.core.reports import BudgetReport
 from hydra_engine.core.request import Slo
 from hydra_engine.core.state import ImageProgress, RequestState
 from hydra_engine.scheduler.budget import PendingWork, StepBudget

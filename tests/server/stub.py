@@ -17,7 +17,6 @@ from jinja2 import Template
 from hydra_engine.core.call import GenerationCall, Role
 from hydra_engine.core.instances import Condition, InstanceState, Topology
 from hydra_engine.core.logprobs import TextLogprob, TopLogprob
-from hydra_engine.core.messages import InstanceSummary, LedgerReport, Status
 from hydra_engine.core.outputs import (
     DelayCause,
     FinishReason,
@@ -29,6 +28,7 @@ from hydra_engine.core.outputs import (
     Usage,
 )
 from hydra_engine.core.prompting import TemplateOptions
+from hydra_engine.core.reports import InstanceSummary, LedgerReport, Status
 from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.errors import HydraError, InvalidRequest, RequestAborted
 from hydra_engine.telemetry.trace import Activity, LiveRequest, TraceRing

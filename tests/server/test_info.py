@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 
-from hydra_engine.core.messages import InstanceSummary, LimitBudget, LimitSummary
+from hydra_engine.core.reports import InstanceSummary, LimitBudget, LimitSummary
 from tests.server.conftest import Serve, Served, until
 from tests.server.stub import instances_of
 

@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from hydra_engine.core.instances import Condition
-from hydra_engine.core.messages import BudgetReport, TransferReport
 from hydra_engine.core.outputs import BLAMES, FinishReason, RequestMetrics, Result, SloReport, StageSpan, Usage
+from hydra_engine.core.reports import BudgetReport, TransferReport
 from hydra_engine.errors import Unavailable
 from hydra_engine.telemetry.metrics import Metrics
 from tests.server.conftest import Served

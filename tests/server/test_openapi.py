@@ -10,7 +10,7 @@ import jsonschema_rs
 import pytest
 
 from hydra_engine.config import ServerConfig
-from hydra_engine.core.messages import InstanceSummary
+from hydra_engine.core.reports import InstanceSummary
 from hydra_engine.server import openapi
 from hydra_engine.server.app import build_app
 from hydra_engine.server.operations import OPERATIONS

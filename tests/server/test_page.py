@@ -15,8 +15,8 @@ import pytest
 
 from hydra_engine.config import ServerConfig
 from hydra_engine.core.instances import Condition
-from hydra_engine.core.messages import StepReport
 from hydra_engine.core.outputs import StageSpan, Usage
+from hydra_engine.core.reports import StepReport
 from hydra_engine.server.app import build_app
 from hydra_engine.server.http.listening import listen
 from hydra_engine.server.page import events as page

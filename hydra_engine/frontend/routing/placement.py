@@ -14,7 +14,7 @@ from itertools import accumulate
 from hydra_engine.backend import devices
 from hydra_engine.clock import Clock
 from hydra_engine.core.instances import EPD, InstanceState, Role, Topology, check_devices, check_serves, check_states
-from hydra_engine.core.messages import InstanceSummary
+from hydra_engine.core.reports import InstanceSummary
 from hydra_engine.core.units import size
 from hydra_engine.errors import ConfigError, ResourceError
 from hydra_engine.frontend.transitions import Dispatcher

@@ -24,7 +24,8 @@ from statistics import fmean
 
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import Condition, Role
-from hydra_engine.core.messages import Abort, Status, ToInstance
+from hydra_engine.core.messages import Abort, ToInstance
+from hydra_engine.core.reports import Status
 from hydra_engine.core.request import ImageItem, Request
 
 # Share of KV blocks in use from which a new request waits or preempts others.

@@ -14,8 +14,9 @@ import msgspec
 from hydra_engine.config import ClusterConfig, SchedulerConfig
 from hydra_engine.core.ids import StepId
 from hydra_engine.core.instances import Role
-from hydra_engine.core.messages import Finished, NeedDecoder, RequestMessage, Status
+from hydra_engine.core.messages import Finished, NeedDecoder, RequestMessage
 from hydra_engine.core.outputs import Departure
+from hydra_engine.core.reports import Status
 from hydra_engine.core.state import Ending, RequestState
 from hydra_engine.scheduler.handover.events import RemoteEvent, RemoteEvents
 from hydra_engine.scheduler.handover.offers import EncodeJobQuota, Offers

@@ -15,8 +15,8 @@ from enum import IntEnum
 
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.cost import CostSurface
-from hydra_engine.core.messages import BudgetReport
 from hydra_engine.core.plans import LanguageLoad, VisionLoad
+from hydra_engine.core.reports import BudgetReport
 from hydra_engine.core.state import RequestState
 from hydra_engine.scheduler.budget import USED, Budgets, PendingWork, StepBudget
 from hydra_engine.scheduler.decodes import ReadyDecodes

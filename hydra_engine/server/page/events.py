@@ -22,8 +22,8 @@ from aiohttp import web
 
 from hydra_engine import __version__
 from hydra_engine.core.instances import InstanceState
-from hydra_engine.core.messages import InstanceSummary, Status
 from hydra_engine.core.outputs import StageSpan, Usage
+from hydra_engine.core.reports import InstanceSummary, Status
 from hydra_engine.errors import InvalidRequest, Unavailable
 from hydra_engine.server.http.answers import EventStream, event
 from hydra_engine.server.http.errors import STREAM
