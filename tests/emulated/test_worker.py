@@ -19,7 +19,7 @@ from hydra_engine.backend.devices import ChosenDevice
 from hydra_engine.backend.select import create_backend
 from hydra_engine.core.options import NICENESS
 from hydra_engine.core.pools import PoolKind
-from hydra_engine.models.layers.rotary import RotaryTable
+from hydra_engine.models.layers.decoder import RotaryTable
 from hydra_engine.models.qwen_vl.model import PatchRotary
 from hydra_engine.models.specs.registry import load_spec
 from tests.emulated.conftest import Models, Rigs, assert_clean

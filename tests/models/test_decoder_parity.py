@@ -15,7 +15,7 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
 
 from hydra_engine.backend.base import Backend
 from hydra_engine.backend.select import create_backend
-from hydra_engine.models.layers.rotary import RotaryTable
+from hydra_engine.models.layers.decoder import RotaryTable
 from hydra_engine.models.specs.decoder import build_language
 from hydra_engine.models.specs.fields import Fields
 from hydra_engine.models.specs.registry import load_spec

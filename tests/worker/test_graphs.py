@@ -17,8 +17,7 @@ from torch import Tensor
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.request import Request
 from hydra_engine.errors import BackendError, ConfigError
-from hydra_engine.models.layers.decoder import LanguageInput
-from hydra_engine.models.layers.rotary import RotaryTable
+from hydra_engine.models.layers.decoder import LanguageInput, RotaryTable
 from hydra_engine.worker.language.batches import StepRows
 from hydra_engine.worker.language.graphs import default_sizes
 from tests.worker.fakes import Rig, make_request

@@ -19,7 +19,7 @@ from torch import Tensor
 from hydra_engine.backend.base import Rotary
 from hydra_engine.core.plans import Int64s
 from hydra_engine.models.layers.basic import LayerNorm, Mlp, RmsNorm, Weight
-from hydra_engine.models.layers.rotary import GrowingTable
+from hydra_engine.models.layers.decoder import GrowingTable
 from hydra_engine.models.layers.vision import (
     Grid,
     LayerNames,

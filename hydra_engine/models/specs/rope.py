@@ -1,7 +1,7 @@
 """Rotary positions: the settings of a text config, and the multimodal positions of a prompt with spans, in integers.
 
 Reads both generations of layouts, scaling types and sections of multimodal positions, and returns the settings as
-numbers; `models/layers/rotary.py` turns them into angles.
+numbers; `models/layers/decoder.py` turns them into angles.
 
 Multimodal positions (M-RoPE; Qwen2-VL, section 2.1): text advances all three axes alike. A span begins at the next
 position, from which its rows, columns and temporal patches count. The next text, or generated token, follows the
