@@ -117,7 +117,7 @@ def test_with_every_scheduler_everything_finishes_with_the_right_tokens(
 def test_pictures_and_text_without_end_starve_nobody(scheduler: type[StageScheduler]) -> None:
     limits = config(look_ahead=True, max_queue=20)
     sim = Simulator(limits, kv_blocks=60, image_blocks=20, scheduler_class=scheduler)
-    for number in range(200):
+    for number in range(100):
         parts = (2, Img(8, 20), 2) if number % 2 else (20,)
         sim.submit(make_request(number, *parts, max_new=4), number * 0.01)
     sim.run()

@@ -87,6 +87,7 @@ def check(streams: Streams, model_dir: Path, *, like: Path | None = None, **opti
 
 
 @pytest.mark.quick("llava")
+@pytest.mark.quick("qwen2_vl")
 @pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
 def test_tokens_are_those_of_a_processor(streams: Streams, models: Models, family: str) -> None:
     check(streams, models(family), **FORMS["graphs"])

@@ -42,7 +42,7 @@ GATHERING = ("_draw_kernel", "_score_kernel", "_pixel_rows_kernel")
 
 
 # One case of each way to compute; the others are further kernels of a way, or further shapes of a kernel.
-QUICK = {"rms_norm-4096", "greedy", "linear-vector-3584", "linear-few-3584", "linear-gated-few-11008"}
+QUICK = {"rms_norm-4096", "greedy", "linear-vector-3584", "linear-few-3584"}
 QUICK |= {"linear-tiled-4096", "quantized-few-4-128", "decode-gqa-128", "packed-80"}
 QUANTIZED_CASES = [name for name in CASES if name.startswith("quantized")]
 # Whose code for sm_80 is quick: tensor cores in another way than Hopper's.

@@ -75,6 +75,7 @@ def with_context(spec: ModelSpec, longest: int) -> ModelSpec:
 # ---- who shares a step
 
 
+@pytest.mark.quick("[phi3]")
 @pytest.mark.parametrize("family", ["phi3", "llava_phi3"])
 def test_a_context_ends_where_the_length_of_a_call_would_choose_other_factors(
     family: str, made: Make, native: Backend

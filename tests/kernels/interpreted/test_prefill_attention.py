@@ -51,6 +51,7 @@ def test_a_token_gets_the_same_bits_in_every_chunking(heads: tuple[int, int, int
         assert torch.equal(prefill(part, 0.1), full[begin:end])
 
 
+@pytest.mark.slow
 def test_a_captured_grid_may_be_larger_than_the_step() -> None:
     """Rows behind cu_q[B] belong to nobody, and `max_q` may be more than any request has."""
     step = make_step([(3, 40), (2, 2)], (2, 2, 32), 16, torch.float32)
