@@ -29,8 +29,9 @@ from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import EPD
 from hydra_engine.core.messages import RequestMessage, Submit, ToFrontend, ToInstance
-from hydra_engine.core.plans import LanguagePlan, LanguageResult, VisionPlan, VisionResult
+from hydra_engine.core.plans import LanguagePlan, VisionPlan
 from hydra_engine.core.request import Request
+from hydra_engine.core.results import LanguageResult, VisionResult
 from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.instance.instance import Instance
 from hydra_engine.scheduler.scheduler import StageScheduler

@@ -32,6 +32,7 @@ PACKAGE = ROOT / "hydra_engine"
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- python -m tools.scheduling_step --write -->", "<!-- end -->"
 FIRST = ("core/ids.py", "scheduler/scheduler.py")  # of the types, whose names are used and not called; of the steps
+RESULTS = "core/results.py"  # of the lanes: a step reads their fields and calls nothing in them
 OPTIONAL = ("scheduler/latency/", "scheduler/handover/")
 # What is said of other instances. The core knows that it may run some stages only (`stages`, `Role`) and that a
 # connector may bring what it does not compute (`external_...`), but not from where, nor how.
@@ -133,7 +134,7 @@ def cached_start() -> Trace:
 
 def vision_step() -> tuple[Trace, Trace]:
     """`plan_vision` of one picture; and what `on_vision` of its result enters."""
-    from hydra_engine.core.plans import VisionResult
+    from hydra_engine.core.results import VisionResult
     from tests.scheduler.sim import Img
     from tests.scheduler.stepper import Stepper
 
@@ -153,7 +154,7 @@ def reading_order() -> dict[str, list[str]]:
     parts = {
         "a language step is planned": [*FIRST, *planned.files, *cached_start().files],
         "a vision step adds": vision.files,
-        "their results add": [*ended.files, *encoded.files],
+        "their results add": [RESULTS, *ended.files, *encoded.files],
     }
     order: dict[str, list[str]] = {"types": [], **{part: [] for part in parts}, "optional": []}
     for part, files in parts.items():

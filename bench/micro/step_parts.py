@@ -34,8 +34,8 @@ from hydra_engine.config import DEMO_MODEL, CacheConfig, EngineConfig, Scheduler
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import EPD
 from hydra_engine.core.messages import Finished, Submit, ToFrontend, ToInstance
-from hydra_engine.core.plans import LanguageResult
 from hydra_engine.core.request import Request
+from hydra_engine.core.results import LanguageResult
 from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.instance.compute_stack import ComputeStack, build_worker
 from hydra_engine.instance.instance import Instance

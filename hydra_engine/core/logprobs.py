@@ -13,7 +13,7 @@ from operator import eq
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
 
 if TYPE_CHECKING:
-    from hydra_engine.core.plans import TokenLogprobs
+    from hydra_engine.core.results import TokenLogprobs
 
 
 class TopLogprob(NamedTuple):

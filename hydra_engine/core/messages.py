@@ -11,9 +11,9 @@ import msgspec
 
 from hydra_engine.core.ids import ImageDigest, RequestId
 from hydra_engine.core.outputs import StageSpan
-from hydra_engine.core.plans import TokenLogprobs
 from hydra_engine.core.reports import InstanceSummary, LedgerReport, Status
 from hydra_engine.core.request import Request
+from hydra_engine.core.results import TokenLogprobs
 from hydra_engine.errors import ErrorInfo
 
 WIRE_VERSION = 7

@@ -1,5 +1,5 @@
-"""Plans that a scheduler gives to its lanes, and the results that come back. Frozen. Block ids are chosen when a plan
-is made; lanes read and write the blocks.
+"""Plans that a scheduler gives to its lanes. Frozen. Block ids are chosen when a plan is made; lanes read and write the
+blocks, and answer with the results in `core/results.py`.
 
 Shapes: a `BlockTable` array is int32 [capacity]; the first `num_blocks` entries are valid and do not change while a
 plan that names them is in flight. Slot of token position p in a request: `block_ids[p // S] * S + p % S`, with S the
@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hydra_engine.core.ids import ImageDigest, RequestId, StepId
-from hydra_engine.errors import ErrorInfo
 
 BlockIds = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -181,61 +180,3 @@ class LanguagePlan:
             else:
                 context += row.start + 1
         return LanguageLoad(num_decodes, context, tokens, pairs, num_chunks)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Natural log probability of one token, and of the most likely tokens in its place, under the model's distribution
-    before temperature and filters (as OpenAI and vLLM)."""
-
-    token_id: int
-    logprob: float
-    rank: int  # 1 = most likely
-    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), best first
-
-
-@dataclass(frozen=True, slots=True)
-class VisionResult:
-    """The result of a VisionPlan. Times are monotonic seconds. `errors[i]`: the error of item i of the plan, or
-    None."""
-
-    step_id: StepId
-    started_s: float
-    ended_s: float
-    errors: tuple[ErrorInfo | None, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LanguageResult:
-    """The result of a LanguagePlan. Times are monotonic seconds.
-
-    `token_ids[i]`: the token that row i sampled; -1 if it samples none, failed or was deferred. `vision_s`: seconds
-    that the vision lane ran beside the step. `deferred`: rows of which nothing was computed, to be planned again; each
-    is a decode row, or a chunk of one token of a request that is otherwise prefilled.
-    """
-
-    step_id: StepId
-    started_s: float
-    ended_s: float
-    token_ids: Int64s  # [num_rows]
-    logprobs: tuple[tuple[int, TokenLogprobs], ...] = ()  # (row, log probabilities) if asked for
-    failures: tuple[tuple[int, ErrorInfo], ...] = ()  # (row, error)
-    vision_s: float = 0.0
-    scores: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...] = ()  # (row, log probabilities) of scored chunks
-    deferred: tuple[int, ...] = ()  # rows
-
-
-@dataclass(frozen=True, slots=True)
-class ReadyResult:
-    """Reports that what a request is held for (a compiled grammar) is ready or, with `error`, will never be."""
-
-    request_id: RequestId
-    error: ErrorInfo | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectorResult:
-    """Base class of the results of jobs that the connector submits to lanes of its own (`transfer/plans.py`)."""
-
-
-LaneResult = VisionResult | LanguageResult | ReadyResult | ConnectorResult

@@ -23,9 +23,9 @@ from hydra_engine.core.ids import RequestId
 from hydra_engine.core.logprobs import FIRST, SILENT, Logprobs, PromptLogprobs, TextLogprob, extend_logprobs
 from hydra_engine.core.messages import Delta, Encode, Finished, PixelPayload
 from hydra_engine.core.outputs import FinishReason, Piece, Result, StageSpan, Usage
-from hydra_engine.core.plans import TokenLogprobs
 from hydra_engine.core.reports import StageReport
 from hydra_engine.core.request import Request, Resumed
+from hydra_engine.core.results import TokenLogprobs
 from hydra_engine.errors import HydraError
 from hydra_engine.frontend.routing.router import InstanceLoad, Route
 from hydra_engine.preprocess.preprocessor import CallFacts, Prepared

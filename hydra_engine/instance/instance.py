@@ -36,8 +36,9 @@ from hydra_engine.core.messages import (
     ToInstance,
 )
 from hydra_engine.core.outputs import FinishReason
-from hydra_engine.core.plans import ConnectorResult, LaneResult, LanguagePlan, ReadyResult, VisionResult
+from hydra_engine.core.plans import LanguagePlan
 from hydra_engine.core.reports import LedgerReport, Status, StepReport
+from hydra_engine.core.results import ConnectorResult, LaneResult, ReadyResult, VisionResult
 from hydra_engine.errors import RequestError, RequestFailed, Unavailable
 from hydra_engine.instance.ports import MigrationPort
 

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from hydra_engine.config import ClusterConfig
     from hydra_engine.core.ids import StepId
     from hydra_engine.core.messages import RequestMessage, ToFrontend
-    from hydra_engine.core.plans import ConnectorResult
     from hydra_engine.core.request import Request
+    from hydra_engine.core.results import ConnectorResult
     from hydra_engine.instance.ports import PeerPort, TransferPort
     from hydra_engine.scheduler.handover.connector import PeerConnector
     from hydra_engine.scheduler.handover.events import OfferEvent

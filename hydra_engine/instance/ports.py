@@ -25,10 +25,11 @@ from hydra_engine.core.messages import (
     ToFrontend,
     ToInstance,
 )
-from hydra_engine.core.plans import ConnectorResult, LaneResult, LanguagePlan, VisionPlan
+from hydra_engine.core.plans import LanguagePlan, VisionPlan
 from hydra_engine.core.pools import Exports, PoolKind
 from hydra_engine.core.reports import TransferReport
 from hydra_engine.core.request import Request
+from hydra_engine.core.results import ConnectorResult, LaneResult
 from hydra_engine.transfer.messages import TransferMessage
 from hydra_engine.transfer.plans import PullJob, PullPlan, StagingJob
 

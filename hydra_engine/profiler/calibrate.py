@@ -18,8 +18,9 @@ from typing import Protocol
 from hydra_engine.clock import Clock
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import PixelPayload
-from hydra_engine.core.plans import LaneResult, LanguageLoad, LanguagePlan, LanguageResult, VisionPlan, VisionResult
+from hydra_engine.core.plans import LanguageLoad, LanguagePlan, VisionPlan
 from hydra_engine.core.request import Request
+from hydra_engine.core.results import LaneResult, LanguageResult, VisionResult
 from hydra_engine.errors import BackendError
 from hydra_engine.models.specs.base import VisionSpec
 from hydra_engine.profiler.fit import CorunTimes, LanguageTimes, Samples, VisionTimes

@@ -13,7 +13,8 @@ from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import Role
 from hydra_engine.core.messages import Delta, Finished, PromptScores, RequestMessage, Tokens
 from hydra_engine.core.outputs import FinishReason, StageSpan
-from hydra_engine.core.plans import ChunkRow, LanguagePlan, LanguageResult, TokenLogprobs, VisionPlan, VisionResult
+from hydra_engine.core.plans import ChunkRow, LanguagePlan, VisionPlan
+from hydra_engine.core.results import LanguageResult, TokenLogprobs, VisionResult
 from hydra_engine.core.state import Ending, RequestState
 from hydra_engine.errors import ErrorInfo
 from hydra_engine.scheduler.requests import RequestTable

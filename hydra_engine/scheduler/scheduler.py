@@ -20,9 +20,10 @@ from hydra_engine.core.ids import FeatureKey, RequestId, StepId
 from hydra_engine.core.instances import Role
 from hydra_engine.core.messages import RequestMessage
 from hydra_engine.core.outputs import FinishReason
-from hydra_engine.core.plans import LanguagePlan, LanguageResult, VisionLoad, VisionPlan, VisionResult
+from hydra_engine.core.plans import LanguagePlan, VisionLoad, VisionPlan
 from hydra_engine.core.reports import LedgerReport, Status
 from hydra_engine.core.request import Request
+from hydra_engine.core.results import LanguageResult, VisionResult
 from hydra_engine.core.state import Ending
 from hydra_engine.errors import ConfigError, ErrorInfo
 from hydra_engine.scheduler.admission import Limits, check_fits, check_queue

@@ -7,7 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hydra_engine.core.ids import RequestId, StepId
-from hydra_engine.core.plans import BlockIds, ConnectorResult
+from hydra_engine.core.plans import BlockIds
+from hydra_engine.core.results import ConnectorResult
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,9 @@ from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import EPD, Role
 from hydra_engine.core.messages import PixelPayload
-from hydra_engine.core.plans import LaneResult, LanguagePlan, VisionPlan
+from hydra_engine.core.plans import LanguagePlan, VisionPlan
 from hydra_engine.core.request import Request
+from hydra_engine.core.results import LaneResult
 from hydra_engine.errors import BackendError, ErrorInfo
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.worker.boundary import OUT_OF_MEMORY, run_guarded_step

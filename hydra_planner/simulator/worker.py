@@ -17,17 +17,10 @@ import numpy as np
 
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import PixelPayload
-from hydra_engine.core.plans import (
-    Int64s,
-    LaneResult,
-    LanguagePlan,
-    LanguageResult,
-    VisionLoad,
-    VisionPlan,
-    VisionResult,
-)
+from hydra_engine.core.plans import Int64s, LanguagePlan, VisionLoad, VisionPlan
 from hydra_engine.core.pools import Exports, PoolKind
 from hydra_engine.core.request import Request
+from hydra_engine.core.results import LaneResult, LanguageResult, VisionResult
 from hydra_engine.transfer.plans import PullJob, PullResult, StagingJob
 from hydra_planner.simulator.agenda import Agenda
 from hydra_planner.simulator.costs import Costs, Host

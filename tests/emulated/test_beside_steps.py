@@ -13,7 +13,8 @@ import pytest
 
 from hydra_engine.backend.cuda import lanes
 from hydra_engine.core.ids import StepId
-from hydra_engine.core.plans import VisionPlan, VisionResult
+from hydra_engine.core.plans import VisionPlan
+from hydra_engine.core.results import VisionResult
 from tests.emulated.clock import Work
 from tests.emulated.conftest import Models
 from tests.emulated.streams import Stream

@@ -21,7 +21,8 @@ from hydra_engine.backend.cuda.sm_split import LANGUAGE, VISION, Sharing
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.cost import CostSurface
 from hydra_engine.core.ids import StepId
-from hydra_engine.core.plans import LanguageLoad, LanguagePlan, LanguageResult, VisionLoad, VisionPlan, VisionResult
+from hydra_engine.core.plans import LanguageLoad, LanguagePlan, VisionLoad, VisionPlan
+from hydra_engine.core.results import LanguageResult, VisionResult
 from hydra_engine.profiler.calibrate import Site, calibrate
 from hydra_engine.profiler.fit import fit
 from hydra_engine.scheduler.budget import PendingWork

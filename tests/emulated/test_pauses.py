@@ -16,8 +16,9 @@ import torch
 
 from hydra_engine.backend.select import create_backend
 from hydra_engine.core.ids import StepId
-from hydra_engine.core.plans import LanguageResult, VisionPlan, VisionResult
+from hydra_engine.core.plans import VisionPlan
 from hydra_engine.core.request import Request
+from hydra_engine.core.results import LanguageResult, VisionResult
 from hydra_engine.worker.vision.gate import DeviceGate
 from tests.emulated.clock import Clock
 from tests.emulated.conftest import Models, assert_clean

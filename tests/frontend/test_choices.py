@@ -11,8 +11,8 @@ import pytest
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import PromptScores, Submit
 from hydra_engine.core.outputs import FinishReason
-from hydra_engine.core.plans import TokenLogprobs
 from hydra_engine.core.request import Request
+from hydra_engine.core.results import TokenLogprobs
 from hydra_engine.errors import RequestAborted, RequestFailed, Unavailable
 from hydra_engine.frontend.choices import Choices
 from hydra_engine.frontend.handle import Handle

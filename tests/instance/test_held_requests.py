@@ -10,8 +10,8 @@ from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import EPD
 from hydra_engine.core.messages import Abort, Finished, NeedImages, QueryLedger, Submit, Tokens
 from hydra_engine.core.outputs import FinishReason
-from hydra_engine.core.plans import ReadyResult
 from hydra_engine.core.request import Request
+from hydra_engine.core.results import ReadyResult
 from hydra_engine.core.state import RequestPhase
 from hydra_engine.errors import ErrorInfo, Unavailable
 from hydra_engine.instance.instance import HOLD_S, STATUS_PERIOD_S

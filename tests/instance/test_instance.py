@@ -24,9 +24,10 @@ from hydra_engine.core.messages import (
     ToInstance,
     Tokens,
 )
-from hydra_engine.core.plans import LanguagePlan, LanguageResult, TokenLogprobs, VisionPlan, VisionResult
+from hydra_engine.core.plans import LanguagePlan, VisionPlan
 from hydra_engine.core.reports import Status, StepReport
 from hydra_engine.core.request import Request, Slo
+from hydra_engine.core.results import LanguageResult, TokenLogprobs, VisionResult
 from hydra_engine.instance.instance import LEAD_S, STATUS_PERIOD_S, Instance
 from hydra_engine.scheduler.latency.attribution import StepHistory
 from hydra_engine.scheduler.scheduler import StageScheduler

@@ -13,8 +13,9 @@ import numpy as np
 from hydra_engine.core.cost import CostSurface, Curve
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import PixelPayload
-from hydra_engine.core.plans import LanguageLoad, LanguagePlan, LanguageResult, VisionLoad, VisionPlan, VisionResult
+from hydra_engine.core.plans import LanguageLoad, LanguagePlan, VisionLoad, VisionPlan
 from hydra_engine.core.request import Request
+from hydra_engine.core.results import LanguageResult, VisionResult
 from hydra_engine.errors import ErrorInfo
 from hydra_engine.models.specs.base import ItemPlan, MediaPlan, PreprocessSpec, VideoInfo, VideoPlan, View, no_videos
 from hydra_engine.profiler.grid import Sizes

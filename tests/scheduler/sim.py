@@ -23,8 +23,9 @@ from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.ids import ImageDigest, RequestId
 from hydra_engine.core.instances import EPD
 from hydra_engine.core.messages import Delta, Finished, RequestMessage, Tokens
-from hydra_engine.core.plans import BlockIds, ImageSlice, LanguagePlan, LanguageResult, VisionPlan, VisionResult
+from hydra_engine.core.plans import BlockIds, ImageSlice, LanguagePlan, VisionPlan
 from hydra_engine.core.request import ImageItem, Request
+from hydra_engine.core.results import LanguageResult, VisionResult
 from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.errors import ErrorInfo, RequestError
 from hydra_engine.scheduler.budget import Budgets

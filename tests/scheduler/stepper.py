@@ -11,8 +11,9 @@ from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import EPD
 from hydra_engine.core.messages import Finished, RequestMessage, Tokens
 from hydra_engine.core.outputs import FinishReason, StageSpan
-from hydra_engine.core.plans import LanguagePlan, VisionPlan, VisionResult
+from hydra_engine.core.plans import LanguagePlan, VisionPlan
 from hydra_engine.core.request import Request
+from hydra_engine.core.results import VisionResult
 from hydra_engine.core.state import RequestState
 from hydra_engine.errors import ErrorInfo
 from hydra_engine.scheduler.hooks import StepObserver

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from hydra_engine.core.messages import Delta, Finished, Tokens
 from hydra_engine.core.outputs import FinishReason, StageSpan
-from hydra_engine.core.plans import LanguageResult, TokenLogprobs
 from hydra_engine.core.request import Slo
+from hydra_engine.core.results import LanguageResult, TokenLogprobs
 from hydra_engine.core.state import RequestState
 from hydra_engine.scheduler.decodes import SPARE_COLUMNS, DecodeTimes
 from hydra_engine.scheduler.timeline import Timeline

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.messages import Finished
 from hydra_engine.core.outputs import FinishReason, Piece, Result
-from hydra_engine.core.plans import TokenLogprobs
+from hydra_engine.core.results import TokenLogprobs
 from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.frontend.handle import Handle
 from hydra_engine.frontend.request import activate

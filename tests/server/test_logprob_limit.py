@@ -19,7 +19,7 @@ from hydra_engine.config import SchedulerConfig, ServerConfig
 from hydra_engine.core.logprobs import Logprobs
 from hydra_engine.core.messages import Finished
 from hydra_engine.core.outputs import FinishReason
-from hydra_engine.core.plans import TokenLogprobs
+from hydra_engine.core.results import TokenLogprobs
 from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.errors import ConfigError
 from hydra_engine.frontend.handle import Handle

@@ -29,19 +29,10 @@ from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import ImageDigest, RequestId, StepId
 from hydra_engine.core.instances import EPD, Role
 from hydra_engine.core.messages import PixelPayload
-from hydra_engine.core.plans import (
-    ChunkRow,
-    DecodeRows,
-    EncodeItem,
-    ImageSlice,
-    LanguagePlan,
-    LanguageResult,
-    ReadyResult,
-    TokenLogprobs,
-    VisionPlan,
-)
+from hydra_engine.core.plans import ChunkRow, DecodeRows, EncodeItem, ImageSlice, LanguagePlan, VisionPlan
 from hydra_engine.core.pools import PoolKind
 from hydra_engine.core.request import ImageItem, Request
+from hydra_engine.core.results import LanguageResult, ReadyResult, TokenLogprobs
 from hydra_engine.core.sampling import NO_RULES, SamplingParams, TokenRules
 from hydra_engine.errors import ErrorInfo
 from hydra_engine.models.layers.decoder import LanguageInput

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hydra_engine.core.plans import TokenLogprobs
+from hydra_engine.core.results import TokenLogprobs
 from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.worker.language.sampler import (
     MAX_NUMBER,

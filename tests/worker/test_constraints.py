@@ -14,8 +14,8 @@ import pytest
 
 from hydra_engine.core.grammar import Grammar
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.plans import ReadyResult
 from hydra_engine.core.request import Request
+from hydra_engine.core.results import ReadyResult
 from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.errors import ErrorInfo, InvalidRequest
 from hydra_engine.preprocess.text.tokenizer import Tokenizer, load_tokenizer

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from hydra_engine.core.plans import VisionPlan, VisionResult
+from hydra_engine.core.plans import VisionPlan
 from hydra_engine.core.request import Request
+from hydra_engine.core.results import VisionResult
 from tests.faults.points import FaultPoints
 from tests.worker.fakes import (
     BAD_PIXEL,

@@ -13,8 +13,9 @@ import pytest
 from hydra_engine.backend.base import PagedCache
 from hydra_engine.clock import MonotonicClock
 from hydra_engine.config import EngineConfig, SchedulerConfig
-from hydra_engine.core.plans import VisionPlan, VisionResult
+from hydra_engine.core.plans import VisionPlan
 from hydra_engine.core.request import Request
+from hydra_engine.core.results import VisionResult
 from hydra_engine.models.layers.vision import VisionInput
 from hydra_engine.worker.language.sampler import SamplingState
 from hydra_engine.worker.ports import NO_GATE, Job, WorkerRequest

@@ -25,9 +25,10 @@ from pathlib import Path
 
 from hydra_engine.core.fairness import FairQueue
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.plans import LanguagePlan, ReadyResult
+from hydra_engine.core.plans import LanguagePlan
 from hydra_engine.core.processes.heap import trim_heap
 from hydra_engine.core.request import Request
+from hydra_engine.core.results import ReadyResult
 from hydra_engine.errors import ErrorInfo, InvalidRequest, Unavailable
 from hydra_engine.guidance.guide import GrammarError, Guide, Matcher, TokenMask
 from hydra_engine.worker.boundary import run_guarded

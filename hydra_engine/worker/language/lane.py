@@ -21,7 +21,8 @@ from hydra_engine.backend.base import Backend, PagedCache, StateCache
 from hydra_engine.backend.device import Fetch, Lane
 from hydra_engine.clock import Clock
 from hydra_engine.config import EngineConfig
-from hydra_engine.core.plans import Int64s, LanguagePlan, LanguageResult
+from hydra_engine.core.plans import Int64s, LanguagePlan
+from hydra_engine.core.results import LanguageResult
 from hydra_engine.errors import BackendError, ErrorInfo, RequestFailed
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.worker.blank_steps import warm_language

@@ -30,8 +30,9 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import Adjustments, Ops, SamplingTensors
-from hydra_engine.core.plans import Int64s, TokenLogprobs
+from hydra_engine.core.plans import Int64s
 from hydra_engine.core.request import Request
+from hydra_engine.core.results import TokenLogprobs
 from hydra_engine.core.sampling import MAX_LOGPROBS, NO_RULES, SamplingParams, TokenRules
 from hydra_engine.errors import ErrorInfo, InvalidRequest
 from hydra_engine.worker.boundary import run_guarded

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from hydra_engine.backend.base import SamplingTensors
 from hydra_engine.backend.device import Device, Fetch
-from hydra_engine.core.plans import Int64s, LanguagePlan, TokenLogprobs
+from hydra_engine.core.plans import Int64s, LanguagePlan
+from hydra_engine.core.results import TokenLogprobs
 from hydra_engine.core.sampling import MAX_LOGPROBS
 from hydra_engine.errors import ErrorInfo
 from hydra_engine.models.layers.decoder import LanguageInput, Scored

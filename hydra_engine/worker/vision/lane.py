@@ -25,8 +25,9 @@ from hydra_engine.backend.device import Device, Fetch
 from hydra_engine.clock import Clock
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.messages import PixelPayload
-from hydra_engine.core.plans import EncodeItem, Int64s, VisionPlan, VisionResult
+from hydra_engine.core.plans import EncodeItem, Int64s, VisionPlan
 from hydra_engine.core.request import ImageItem
+from hydra_engine.core.results import VisionResult
 from hydra_engine.errors import ErrorInfo
 from hydra_engine.models.layers.vision import VisionInput
 from hydra_engine.models.specs.base import VisionSpec

@@ -18,8 +18,9 @@ from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import Role, Topology, lends_decodes
 from hydra_engine.core.messages import Finished, NeedDecoder, NeedImages
 from hydra_engine.core.outputs import Departure, FinishReason
-from hydra_engine.core.plans import LanguagePlan, VisionPlan, VisionResult
+from hydra_engine.core.plans import LanguagePlan, VisionPlan
 from hydra_engine.core.request import Request
+from hydra_engine.core.results import VisionResult
 from hydra_engine.scheduler.handover.connector import PeerConnector
 from hydra_engine.scheduler.handover.events import FeaturesEvent, FeaturesGoneEvent, KvEvent, KvGoneEvent, UnneededEvent
 from hydra_engine.scheduler.latency.attribution import StepHistory
