@@ -339,9 +339,10 @@ class Ops(Protocol):
         plan = ops.plan_attention(torch.tensor([0, 1]).int(), torch.tensor([20]).int(), tables)
         out = ops.attention_paged(torch.randn(1, 8, 64), cache, 0, plan, scale=64**-0.5)     # [1, 8, 64]
 
-    Unless said otherwise: inputs may be strided in all but the last dimension; outputs are new contiguous tensors of
-    the input's dtype, which is a compute dtype (float32, bfloat16 or float16); sums are float32; empty inputs (T = 0, B
-    = 0) are legal; a wrong shape or dtype raises ValueError that names the argument, with expected and actual.
+    Unless said otherwise: inputs may have any stride between rows (tokens) and are dense within them, vectors are
+    contiguous; outputs are new contiguous tensors of the input's dtype, which is a compute dtype (float32, bfloat16 or
+    float16); sums are float32; empty inputs (T = 0, B = 0) are legal; a wrong shape or dtype raises ValueError that
+    names the argument, with expected and actual.
     """
 
     name: str
@@ -378,7 +379,8 @@ class Ops(Protocol):
 
         x: [T, K] of the dtype that the weight was packed for. residual: [T, num_out] of the result's dtype. out_dtype:
         x's dtype (if None) or float32. Bias, activation and residual act on the float32 sums, which are rounded once;
-        on CUDA with many rows, an activation, or a residual beside a bias, acts on the rounded product.
+        on CUDA with many rows, an activation, or a residual beside a bias, acts on the rounded product, with a weight
+        of 8-bit floats all three may.
         """
         ...
 
@@ -417,7 +419,8 @@ class Ops(Protocol):
         """Returns `rope_and_write` of `linear`, whose (Hq + 2 Hkv) * D outputs are the heads of q, k and v.
 
         x: [T, K], a deferred norm is applied first; returns rotated q [T, Hq, D]. Other parameters as in
-        `rope_and_write`. If this is one launch (CUDA), a slot outside of the cache is skipped and never reported.
+        `rope_and_write`. If this is one launch (CUDA), slots on the device that are outside of the cache are skipped
+        and never reported.
         """
         ...
 
@@ -452,8 +455,7 @@ class Ops(Protocol):
         ...
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Applies the rotary embedding to pairs (i, i + D/2) of x, [T, H, D], by cos and sin [T, D/2] float32 of each
-        token.
+        """Returns x, [T, H, D], with pairs (i, i + D/2) rotated by the cos and sin of their token, [T, D/2] float32.
 
         Tokens and heads may have any stride, so queries and keys of a fused projection take one call. Computed in
         float32, rounded once.

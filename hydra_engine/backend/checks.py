@@ -45,8 +45,8 @@ def check_cache(cache: PagedCache, layer: int, *, num_tensors: int | None = None
 
 
 def check_new_cache(cache: PagedCache) -> None:
-    """Requires data [N, L, X, S, H, D], contiguous of a compute dtype, or int8 with scales and with strides as
-    `PagedCache.quantized` makes them. Meant to be called once per cache."""
+    """Requires data [N, L, X, S, H, D], contiguous of a compute dtype, or int8 with scales and, between blocks, the
+    stride of `PagedCache.quantized`. Meant to be called once per cache."""
     data = cache.data
     if cache.scales is not None:
         blocks = data.shape[0] if data.dim() == 6 else 0
@@ -100,7 +100,7 @@ def check_whole(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.
 
 
 def check_heads(name: str, rows: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> int:
-    """Requires `shape` [T, H, D] and `dtype`, dense over H and D. Returns the stride between tokens, which is free."""
+    """Requires `shape` [T, H, D] and `dtype`, dense over H and D. Returns the stride between tokens, any number."""
     if rows.shape == shape and rows.dtype is dtype:
         _, heads, dim = shape
         stride, stride_h, stride_d = rows.stride()
@@ -357,8 +357,8 @@ def check_packed_rows(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_norm_weight(weight: Tensor, x: Tensor, *, wide: bool = True, name: str = "weight") -> bool:
-    """Requires contiguous [C] for x [.., C], of x's dtype or, if `wide`, float32. Returns True if it is float32 and x
-    is not."""
+    """Requires contiguous [C], C above 0, for x [.., C], of x's dtype or, if `wide`, float32. Returns True if it is
+    float32 and x is not."""
     columns = x.shape[-1]
     is_wide = weight.dtype is not x.dtype
     fits = not is_wide or (wide and weight.dtype is torch.float32)

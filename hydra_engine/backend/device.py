@@ -49,7 +49,8 @@ class SharedMemory(Protocol):
         ...
 
     def close(self) -> None:
-        """Closes `descriptor`. Tensors, and mappings of peers, stay valid; the memory is freed with the last of them.
+        """Closes `descriptor`. Tensors, and mappings of peers, stay valid; the memory is freed with the last of them,
+        that of a GPU when the process ends if `handle` was read.
 
         No copy to or from memory of `stage` may be in flight. Idempotent.
         """
@@ -74,7 +75,7 @@ class Fetch(Protocol):
 
     def result(self) -> tuple[npt.NDArray[np.generic], ...]:
         """Waits for the copies and returns them. Thread-safe, may be called again. Raises BackendError if the device
-        failed."""
+        failed, or if an earlier kernel met a slot or row out of range."""
         ...
 
 
@@ -101,7 +102,7 @@ class Mark(Protocol):
 class Graph(Protocol):
     """Captured launches that can be replayed, on the memory that they were captured with."""
 
-    num_bytes: int  # device memory that the capture took
+    num_bytes: int  # device memory that the capture took; 0 for all pieces of a launch but the first
 
     def replay(self) -> None:
         """Launches the graph on the calling lane; it reads and writes the memory that it was captured with."""
@@ -118,10 +119,11 @@ class Partitions(Protocol):
     count: int  # of partitions, 0 included; 1: the device is not divided
 
     def set_partition(self, partition: int) -> None:
-        """Sets the partition that jobs run on while both lanes have work. The present job of the language lane calls
-        this, and its further launches move too.
+        """Sets the partition that jobs run on while both lanes have work; a number above the last means the last. The
+        present job of the language lane calls this, and its further launches move too.
 
-        No lane gets SMs that a job of the other lane still uses, so a job may run on another partition.
+        A job may run on another partition: no lane gets SMs that a job of the other lane still uses, unless one of the
+        two jobs has the whole device.
         """
         ...
 
@@ -195,7 +197,7 @@ class Device(Protocol):
 
     def reader(self, name: str) -> Lane:
         """Starts a thread that waits for what lanes have launched (`Fetch.result`, `Mark.wait`) and launches nothing
-        itself."""
+        itself; the caller closes it."""
         ...
 
     def memory(self) -> tuple[int, int]:
@@ -208,8 +210,9 @@ class Device(Protocol):
         ...
 
     def share(self, num_bytes: int) -> SharedMemory:
-        """Allocates zeroed memory of this device that peers can map, 1 byte or more. The caller closes it. Raises
-        ResourceError if there is not enough."""
+        """Allocates zeroed memory of this device that peers can map, at least `num_bytes`, which is 1 or more. The
+        caller closes it. Raises ResourceError if the system refuses. A CPU's pages are allocated when first written, so
+        a lack of them shows later."""
         ...
 
     def stage(self, num_bytes: int) -> SharedMemory:
@@ -249,13 +252,13 @@ class Device(Protocol):
         """Copies host arrays to the device for the calling lane's next launches: a tensor of each array's shape and
         dtype.
 
-        All arrays travel in one copy. They must not be changed afterwards: a CPU device returns their own memory.
+        Up to 64 MiB travel in one copy. The arrays must not be changed afterwards: a CPU device returns their memory.
         """
         ...
 
     def fetch(self, tensors: Sequence[Tensor]) -> Fetch:
-        """Starts to copy tensors to the host, after all that the calling lane has launched; its next launch may
-        overwrite them."""
+        """Starts to copy tensors, of dtypes that numpy has, to the host, after all that the calling lane has launched;
+        its next launch may overwrite them."""
         ...
 
     def mark(self) -> Mark:
@@ -267,7 +270,8 @@ class Device(Protocol):
         up and once to capture.
 
         Graphs of a lane share one memory pool: read the results of one before the next is replayed. `launch` must not
-        wait, copy from the host, or allocate memory that outlives it. Raises BackendError if it cannot be captured.
+        wait, copy from the host, or allocate memory that outlives it. Raises BackendError if it cannot be captured, and
+        torch.OutOfMemoryError.
         """
         ...
 

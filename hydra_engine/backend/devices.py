@@ -132,8 +132,8 @@ def choose_device(device: str, support: CudaSupport) -> ChosenDevice:
 def resolve(device: str) -> ChosenDevice:
     """Returns `choose_device` with the support of this machine, which is probed unless `device` is "cpu".
 
-    Logs one line if "auto" chooses the CPU: a warning, unless there is no GPU, driver or GPU build. Raises as
-    `choose_device` and `probe`.
+    Logs one line if "auto" chooses the CPU: a warning, unless there is no GPU, no driver or no extension with
+    GPU code. Raises as `choose_device` and `probe`.
     """
     if device == CPU:
         return ChosenDevice(CPU, None, 0, "as asked")

@@ -251,7 +251,8 @@ def quantized(weight: Tensor, num_bits: int, group_size: int, scale_dtype: torch
 
 
 def packed_numbers(numbers: Tensor, num_bits: int) -> Tensor:
-    """Packs int8 numbers [num_out, K] into `QuantizedWeight.values`, of which they are `numbers()`."""
+    """Packs int8 numbers [num_out, K] as `QuantizedWeight.values`, the inverse of `QuantizedWeight.numbers`: with 4
+    bits -8 to 7, two per byte, so K is even; with 8 and 6 bits they are returned as they are."""
     if num_bits != 4:
         return numbers
     pairs = (numbers + _ZERO[4]).to(torch.uint8).unflatten(1, (-1, 2))

@@ -48,7 +48,8 @@ class _StepRecording(NamedTuple):
 
 
 class RecordedDecode:
-    """The result of `Ops.recorded`: the decode step, recorded at the first call with a number of rows, then replayed.
+    """The result of `Ops.recorded`: the decode step, recorded at the first call with a number of rows, and again if it
+    comes with other angles or caches, else replayed.
 
     Calls `decode` itself for more than MAX_ROWS rows or none, and always once a recording has failed because torch
     computes a part. Logits are valid until the next call. Not thread-safe: only one lane may call it.

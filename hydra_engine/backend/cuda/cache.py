@@ -1,10 +1,11 @@
 """Paged caches on a CUDA device, by the native extension: the counterpart of cpu/ops.py, with the same checks.
 
-Work is launched on torch's current stream of the cache's device; nothing waits for it. Slots and rows in host memory
-are checked before the launch and sent along. Slots and rows on the device are for callers that checked them once per
-step (`step_indices`) and use them in every layer: a kernel skips what is out of range, and the next call, or
-`_C.cuda_check_faults`, raises ValueError (with HYDRA_CUDA_SYNC=1 the call itself). Pairs of blocks are in host memory.
-An int8 cache is written by Triton, which skips such slots without a report; its blocks are copied by the extension.
+Work is launched on torch's current stream of the cache's device; only `gather_cache` of a quantized cache waits. Slots
+and rows in host memory are checked before the launch and sent along. Slots and rows on the device are for callers that
+checked them once per step (`step_indices`) and use them in every layer: a kernel skips what is out of range, and the
+next call, or `_C.cuda_check_faults`, raises ValueError (with HYDRA_CUDA_SYNC=1 the call itself). Pairs of blocks are in
+host memory. An int8 cache is written by Triton, which skips such slots without a report; its blocks are copied by the
+extension.
 Does not know which ops exist; allocates results with torch.
 """
 
@@ -31,7 +32,7 @@ def make_desc(cache: PagedCache, device: int | None = None) -> _C.CudaCacheDesc:
     blocks.
 
     device: index of the GPU whose kernels use the cache, if the memory is another GPU's (a peer's mapped pool). Raises
-    ValueError for a quantized cache with an odd head dim.
+    ValueError for a quantized cache with an odd head dim, and as `desc_arguments`.
     """
     arguments = desc_arguments(cache)
     head_dim, dtype = arguments[6:]
@@ -160,7 +161,8 @@ class CudaCacheOps(CacheOps):
         super().merge_image_tokens(hidden, rows, cache, slots_on_device(cache, slots), plane)
 
     def gather_cache(self, cache: PagedCache, layer: int, index: int, slots: Tensor) -> Tensor:
-        """Implements `Ops.gather_cache`: returns new rows [M, H, D]. Those of slot -1 are uninitialised memory."""
+        """Implements `Ops.gather_cache`: returns new rows [M, H, D]; those of slot -1 are uninitialised memory. A
+        quantized cache is read by torch, which waits for the device."""
         checks.check_plane(cache, layer, index)
         return super().gather_cache(cache, layer, index, slots_on_device(cache, slots))
 

@@ -61,7 +61,8 @@ def plan_decode(starts: Tensor, read_slots: Tensor, write_slots: Tensor) -> Stat
 
 
 def causal_conv(x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
-    """Implements `Ops.causal_conv`. Raises ValueError also if `rows` do not fit x or the cache has fewer slots."""
+    """Implements `Ops.causal_conv`. Raises ValueError also if `rows` do not fit x, or if the cache lacks `layer` or a
+    slot that the host knows."""
     native = _checked(rows, x.shape[0], cache.conv, layer)
     return convolution.causal_conv(
         *(x, weight, cache.conv[:, layer], native.tiles, rows.cu_q, rows.starts, rows.read_slots, rows.write_slots),
@@ -70,8 +71,8 @@ def causal_conv(x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: 
 
 
 def delta_rule(inputs: DeltaInputs, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
-    """Implements `Ops.delta_rule`. Raises ValueError also if `rows` do not fit the inputs or the cache has fewer
-    slots."""
+    """Implements `Ops.delta_rule`. Raises ValueError also if `rows` do not fit the inputs, or if the cache lacks
+    `layer` or a slot that the host knows."""
     _checked(rows, inputs.v.shape[0], cache.recurrent, layer)
     states = cache.recurrent[:, layer]
     return recurrence.delta_rule(*inputs, states, rows.cu_q, rows.starts, rows.read_slots, rows.write_slots)

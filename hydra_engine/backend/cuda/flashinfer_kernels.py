@@ -87,8 +87,8 @@ def installed() -> FlashKernels:
 
 
 def describe_installed() -> str:
-    """A description of the kernels in FlashInfer's package, without importing it, which takes seconds; "" if it is not
-    installed. Kernels that other packages provide are not included."""
+    """A description of the kernels in FlashInfer's package and, if it can compile no others, of the reason; "" if it is
+    not installed. Does not import it, which takes seconds, and leaves out kernels that other packages provide."""
     try:
         folder = Path(str(metadata.distribution("flashinfer-python").locate_file("flashinfer"))) / "data"
     except metadata.PackageNotFoundError:

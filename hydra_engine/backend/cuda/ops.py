@@ -1,7 +1,8 @@
 """`Ops` on a CUDA device. Importing this needs the extension, torch with CUDA, and Triton; `select.py` checks first.
 
 Only dispatches: matrix products are in linear.py, caches in cache.py, attention in attention.py, recurrent states in
-delta_rule.py, everything else is one kernel of hydra_kernels. Never waits for the device.
+delta_rule.py, everything else is one kernel of hydra_kernels. Waits for the device in `gather_cache` of a quantized
+cache alone.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def by_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Returns function(x), an element-wise function, computed on the CPU in pieces of one size, each by one thread.
+    """Returns function(x), an element-wise function; for x on a CPU in pieces of one size, each by one thread.
 
     On a CPU torch computes exp and the like with vectors, but the rest of a thread's share with scalars, and the two
     differ in the last bit: an element's value would depend on the size of the call.

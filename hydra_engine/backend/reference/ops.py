@@ -173,7 +173,7 @@ _LINEAR_ROWS = 32  # rows per matrix product
 
 
 class QuantizedLinear:
-    """A `PackedLinear` with a quantised weight, unchanged, and a float32 copy of the bias."""
+    """A `PackedLinear` with a quantised weight, unchanged, and the bias in float32."""
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
         checks.check_bias(bias, weight.num_out)
