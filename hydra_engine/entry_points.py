@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 _PROJECT = Path(__file__).parents[1] / "pyproject.toml"
@@ -15,16 +15,23 @@ def load_entry_points(group: str) -> dict[str, Any]:
     In a source tree, installed or not, they are those that its pyproject.toml declares. Elsewhere they are those of all
     installed distributions.
     """
-    declared = _declared_here(group)
-    if declared is None:
-        from importlib.metadata import entry_points  # takes a third of the time of `hydra-engine --help`
+    return {name: resolve_name(value) for name, value in _entry_points(group).items()}
 
-        return {point.name: point.load() for point in entry_points(group=group)}
-    found = {}
-    for name, value in declared.items():
-        module, _, attribute = value.partition(":")
-        found[name] = getattr(import_module(module), attribute)
-    return found
+
+def load_entry_point(group: str, name: str) -> Any | None:
+    """One object of a group, the only one that is imported; None if there is none of this name."""
+    value = _entry_points(group).get(name)
+    return None if value is None else resolve_name(value)
+
+
+def _entry_points(group: str) -> dict[str, str]:
+    """ "module:attribute" by name."""
+    declared = _declared_here(group)
+    if declared is not None:
+        return declared
+    from importlib.metadata import entry_points  # takes a third of the time of `hydra-engine --help`
+
+    return {point.name: point.value for point in entry_points(group=group)}
 
 
 def _declared_here(group: str) -> dict[str, str] | None:

@@ -131,7 +131,7 @@ def _summary(
         token_budget=config.scheduler.max_step_tokens,
         max_num_seqs=config.scheduler.max_running_requests,
         image_budget=config.scheduler.image_budget,
-        one_picture=stack.spec.processor is not None and not stack.spec.processor.joins,
+        one_picture=stack.spec.one_picture_because != "",
         load_s=load_s,
         ops=tuple((c.op, c.implementation, c.reason) for c in backend.ops.choices()),
         notes=(*stack.notes, *hooks.notes),

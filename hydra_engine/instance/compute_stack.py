@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -38,9 +37,9 @@ from hydra_engine.core.instances import Role
 from hydra_engine.errors import ConfigError, ResourceError
 from hydra_engine.instance.ports import ALONE, InstanceContext
 from hydra_engine.models.build import check_layers, load_model
+from hydra_engine.models.implementation import LoadedModel
 from hydra_engine.models.specs.base import ModelSpec
-from hydra_engine.models.specs.registry import load_spec
-from hydra_engine.models.vlm import VisionLanguageModel
+from hydra_engine.models.specs.registry import FAMILIES, load_spec
 from hydra_engine.worker.memory.cache_store import allocate_image_cache, allocate_kv_cache, allocate_states
 from hydra_engine.worker.memory.limits import with_limits
 from hydra_engine.worker.memory.measure import measure
@@ -48,9 +47,6 @@ from hydra_engine.worker.memory.plan import CachePlan, Filling, own_part, plan_m
 from hydra_engine.worker.memory.working import image_budget
 from hydra_engine.worker.ports import NO_GATE, Gate
 from hydra_engine.worker.worker import Worker
-
-if TYPE_CHECKING:
-    from hydra_engine.models.transformers_adapter.model import GenericModel
 
 Progress = Callable[[str, int, int], None]  # what, done, total
 
@@ -64,7 +60,7 @@ class ComputeStack:
     context: InstanceContext
     spec: ModelSpec
     backend: Backend
-    model: VisionLanguageModel | GenericModel
+    model: LoadedModel
     plan: CachePlan
     kv_cache: PagedCache
     image_cache: PagedCache | None
@@ -153,7 +149,7 @@ def _check_kv_dtype(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, d
     problem = ""
     if name == "fp8":
         problem = "take int8, which has the same size and is more precise with a scale for each token and head"
-    elif name == "int8" and spec.family == "transformers":
+    elif name == "int8" and spec.family not in FAMILIES:
         problem = f"{spec.architecture} has attention of its own, which reads no int8; leave it at auto"
     elif name == "int8" and device != "cpu" and config.attention_backend == FLASHINFER:
         problem = "FlashInfer reads no int8; leave --attention-backend at auto"
@@ -169,7 +165,7 @@ def _load_and_size(
     backend: Backend,
     context: InstanceContext,
     progress: Callable[[int, int], None],
-) -> tuple[EngineConfig, CachePlan, VisionLanguageModel | GenericModel]:
+) -> tuple[EngineConfig, CachePlan, LoadedModel]:
     """Returns the configuration without "auto", the cache sizes, and the loaded model. Runs the largest steps before
     the final sizes if the device reports peak memory. Raises ConfigError if a deterministic model is asked for and this
     one is not, ResourceError if memory does not suffice."""
@@ -298,7 +294,7 @@ def _backend(
 
 
 def _tower(spec: ModelSpec) -> Tower | None:
-    """The shape of the vision model's attention; None if there is no vision model, or if transformers computes it."""
+    """The shape of the vision model's attention; None if there is none, or another package computes it."""
     attention = None if spec.vision is None else spec.vision.attention
     return None if attention is None else Tower(*attention)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,20 +17,16 @@ from hydra_engine.backend.base import Backend, Ops
 from hydra_engine.backend.select import DTYPES
 from hydra_engine.core.instances import Role
 from hydra_engine.errors import CheckpointError, ConfigError
+from hydra_engine.models.implementation import LoadedModel, ModelImplementation
 from hydra_engine.models.layers.decoder import Decoder
 from hydra_engine.models.loading.checkpoint import Checkpoint
 from hydra_engine.models.loading.open_checkpoint import open_checkpoint
 from hydra_engine.models.loading.parameters import Demands, Scope
 from hydra_engine.models.loading.random_weights import fill_random
-from hydra_engine.models.loading.safetensors_checkpoint import SafetensorsCheckpoint
 from hydra_engine.models.loading.weights import Progress, fill_model
 from hydra_engine.models.specs.base import ModelSpec
-from hydra_engine.models.specs.registry import FAMILIES
-from hydra_engine.models.transformers_adapter.spec import FAMILY as GENERIC
+from hydra_engine.models.specs.registry import FAMILIES, find_implementation
 from hydra_engine.models.vlm import Vision, VisionLanguageModel, one_thread
-
-if TYPE_CHECKING:
-    from hydra_engine.models.transformers_adapter.model import GenericModel
 
 _CPU = torch.device("cpu")
 
@@ -76,17 +72,23 @@ def build_model(
 def check_layers(model_dir: Path, spec: ModelSpec, backend: Backend, role: Role) -> None:
     """Raises CheckpointError if config.json has more layers than the weights. Reads headers only. Weights that cannot
     be opened are ignored here: loading them raises the error."""
+    if (other := _other_implementation(spec)) is not None:
+        other.check_layers(model_dir, spec)
+        return
     try:
-        checkpoint = SafetensorsCheckpoint(model_dir) if spec.family == GENERIC else _open_checkpoint(model_dir, spec)
+        checkpoint = _open_checkpoint(model_dir, spec)
     except CheckpointError:
         return
     with checkpoint:
-        if spec.family == GENERIC:
-            from hydra_engine.models.transformers_adapter.load import check_generic_layers
+        build_model(spec, backend.ops, backend.dtype, role, held=checkpoint.entries)
 
-            check_generic_layers(model_dir, spec, checkpoint.entries)
-        else:
-            build_model(spec, backend.ops, backend.dtype, role, held=checkpoint.entries)
+
+def _other_implementation(spec: ModelSpec) -> ModelImplementation | None:
+    """The implementation that computes the model; None for the engine's own."""
+    if spec.family in FAMILIES:
+        return None
+    found: ModelImplementation = find_implementation(spec.family)
+    return found
 
 
 def load_model(
@@ -98,22 +100,21 @@ def load_model(
     *,
     random_weights: bool = False,
     packed_cache: Path | None = None,
-) -> VisionLanguageModel | GenericModel:
+) -> LoadedModel:
     """Loads the parts of a model that `role` needs. `random_weights`: draws weights instead of reading them.
     `packed_cache`: folder with packed weights; they are mapped from it if present, else written to it. Raises
     CheckpointError that names every tensor that does not fit, ConfigError for an unsupported combination of options."""
-    if packed_cache is not None and (spec.family == GENERIC or random_weights or backend.ops.name != "native"):
+    other = _other_implementation(spec)
+    if packed_cache is not None and (other is not None or random_weights or backend.ops.name != "native"):
         raise ConfigError(
             "packed_cache is for a checkpoint's weights in native models on a processor with the native extension; "
             "leave it out here",
             param="packed_cache",
         )
-    if spec.family == GENERIC:
+    if other is not None:
         if random_weights:
             raise ConfigError("load_format random needs a native model", param="load_format")
-        from hydra_engine.models.transformers_adapter.load import load_generic
-
-        return load_generic(model_dir, spec, backend, role, progress)
+        return other.load_model(model_dir, spec, backend, role, progress)
     device = backend.device.torch_device
     trimmed = 0
 

@@ -21,6 +21,7 @@ from hydra_engine.core.cost import CostSurface, Curve
 from hydra_engine.core.plans import LanguageLoad
 from hydra_engine.core.profile_file import Refused
 from hydra_engine.models.specs.base import ModelSpec, VisionSpec
+from hydra_engine.models.specs.registry import FAMILIES
 from hydra_engine.profiler.calibrate import DEADLINE_S, Lanes, Site, calibrate
 from hydra_engine.profiler.fit import fit
 from hydra_engine.profiler.grid import Sizes
@@ -202,7 +203,7 @@ def _identity(config: EngineConfig, subject: Subject) -> Identity:
         attention=subject.attention,
         sm_split=_listed(subject.sm_split),
         graphs=_graphs(captured=bool(subject.graph_sizes), chosen=config.cuda_graph_sizes),
-        model_impl="transformers" if subject.spec.family == "transformers" else "",
+        model_impl="" if subject.spec.family in FAMILIES else subject.spec.family,
         kv_cache_dtype=subject.kv_cache_dtype,
         encode_graphs=_graphs(captured=subject.captured_patches > 0, chosen=config.encoder_cuda_graph_sizes),
         step_graphs=subject.captured_tokens,

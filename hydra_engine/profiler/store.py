@@ -54,7 +54,7 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     attention: str = ""  # whose kernels read the cache on a GPU
     sm_split: str = ""  # "32,64": multiprocessors for tokens at each place
     graphs: str = ""  # rows for which decode steps are captured: "default", whatever the most rows are, or "1,2,4"
-    model_impl: str = ""  # "transformers": its modules compute
+    model_impl: str = ""  # what computes the model; empty: the engine's own
     encode_graphs: str = ""  # patches for which encodes are captured: "default", whatever the most are, or "256,1024"
     quantization: str = ""  # "int4": what unquantised weights became while they were loaded
     kv_cache_dtype: str = ""  # "int8": keys and values are quantized

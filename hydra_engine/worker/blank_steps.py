@@ -15,11 +15,11 @@ from dataclasses import replace
 import torch
 
 from hydra_engine.backend.base import Backend, Ops, PagedCache, SamplingTensors, StateCache, StateRows, States
+from hydra_engine.models.implementation import ServedModel
 from hydra_engine.models.layers.decoder import LanguageInput, Scored
 from hydra_engine.models.layers.vision import VisionInput
 from hydra_engine.models.specs.base import ItemPlan, LanguageSpec, VisionSpec
 from hydra_engine.worker.language.sampler import WORDS, SpecialTensors, sample_special
-from hydra_engine.worker.ports import ServedModel
 
 
 def blank_pictures(item: ItemPlan, source: tuple[int, int], count: int, device: torch.device) -> VisionInput:

@@ -1,4 +1,4 @@
-"""The protocols between lanes and models and between the two lanes, and the per-request record that lanes read.
+"""The protocols between the two lanes, and the per-request record that lanes read.
 
 Does not know model families, weights or how a forward pass is computed.
 """
@@ -8,56 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import Protocol
 
 import numpy as np
-from torch import Tensor
 
-from hydra_engine.backend.base import PagedCache
 from hydra_engine.core.ids import ImageDigest
 from hydra_engine.core.messages import PixelPayload
 from hydra_engine.core.plans import Int64s
 from hydra_engine.core.request import Request
-from hydra_engine.models.layers.decoder import LanguageInput
-from hydra_engine.models.layers.vision import VisionInput
-from hydra_engine.models.vlm import Vision
 from hydra_engine.worker.language.sampler import SamplingState
 
 Job = Callable[[], None]
 Guard = Callable[[Job], None]  # runs a job in a lane's thread; an exception there ends the worker
-
-
-class ServedModel(Protocol):
-    """The model as lanes call it. `encode` and `forward` write only the slots in their input, and skip slot -1, so a
-    call may be repeated."""
-
-    @property
-    def num_slices(self) -> int:
-        """Number of pieces of an encode that can pause between layers, and nowhere else."""
-        ...
-
-    @property
-    def can_be_captured(self) -> bool:
-        """True if a forward without scored prompts only launches ops and reads shapes, as graph capture requires."""
-        ...
-
-    @property
-    def tower(self) -> Vision | None:
-        """The vision tower, if its encodes can be captured; else None."""
-        ...
-
-    def reserve_positions(self, end: int) -> None:
-        """Prepares a model that can be captured for forwards with `position_end` of at most `end`."""
-        ...
-
-    def encode(self, inputs: VisionInput, image_cache: PagedCache, /) -> object:
-        """Writes the features of the images to their slots. The return value is ignored."""
-        ...
-
-    def forward(self, inputs: LanguageInput, kv_cache: PagedCache, image_cache: PagedCache | None, /) -> Tensor:
-        """Returns logits [B', V] float32 of the rows in `inputs.logit_rows`. Logits of the rows in `inputs.scored` are
-        passed to its callback in slices meanwhile."""
-        ...
 
 
 class Gate:

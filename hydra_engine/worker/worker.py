@@ -33,6 +33,7 @@ from hydra_engine.core.plans import LanguagePlan, VisionPlan
 from hydra_engine.core.request import Request
 from hydra_engine.core.results import LaneResult
 from hydra_engine.errors import BackendError, ErrorInfo
+from hydra_engine.models.implementation import ServedModel
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.worker.boundary import OUT_OF_MEMORY, run_guarded_step
 from hydra_engine.worker.language.constraints import Constraints
@@ -40,7 +41,7 @@ from hydra_engine.worker.language.graphs import StepGraphs
 from hydra_engine.worker.language.lane import LanguageLane
 from hydra_engine.worker.language.sampler import SamplingState
 from hydra_engine.worker.memory.working import NOT_COUNTED, WorkingMemory
-from hydra_engine.worker.ports import NO_GATE, Gate, Job, PromptPositions, ServedModel, WorkerRequest
+from hydra_engine.worker.ports import NO_GATE, Gate, Job, PromptPositions, WorkerRequest
 from hydra_engine.worker.vision.graphs import EncodeGraphs
 from hydra_engine.worker.vision.lane import VisionLane
 

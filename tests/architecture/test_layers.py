@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "notebook": set(),
     "core": BASE | {"notebook"},
     "config": BASE | {"core"},
-    "specs": BASE | {"core"},
+    "specs": BASE | {"core", "entry_points"},
     "guidance": BASE | {"core"},
     "cache": BASE | {"core"},
     "telemetry": BASE | {"core"},

@@ -17,10 +17,9 @@ from hydra_engine.backend.base import Backend
 from hydra_engine.core.ids import ImageDigest
 from hydra_engine.core.instances import EPD, Role
 from hydra_engine.core.options import SpecOptions
-from hydra_engine.models.specs.base import ProcessorSpec
+from hydra_engine.models.specs.base import SPAN_TOKEN_IDS, ProcessorSpec
 from hydra_engine.models.transformers_adapter.describe_spec import load_config, model_class
 from hydra_engine.models.transformers_adapter.processor_spec import PictureProcessor, load_processor
-from hydra_engine.models.transformers_adapter.spec import SPAN_TOKEN_IDS
 from hydra_engine.preprocess.sandbox.processor import ProcessedPicture
 from hydra_engine.preprocess.text.tokenizer import load_tokenizer
 from hydra_engine.preprocess.text.writer import place_in_text

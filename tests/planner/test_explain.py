@@ -245,7 +245,7 @@ def test_what_cannot_be_explained_is_refused() -> None:
     with pytest.raises(ConfigError, match="no vision tower"):
         explain(replace(spec, vision=None), one_picture(LLAVA), kind, kind, ())
     assert spec.vision is not None
-    processor = ProcessorSpec("", "", "", 0, 0, False, (), 14, False)
+    processor = ProcessorSpec("", "", "", 0, 0, False, (), 14, False, "")
     foreign = replace(spec, vision=replace(spec.vision, processor=processor))
     with pytest.raises(ConfigError, match="own processor"):
         explain(foreign, one_picture(LLAVA), kind, kind, ())

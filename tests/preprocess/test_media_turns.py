@@ -132,7 +132,9 @@ async def test_a_picture_that_is_being_decoded_keeps_no_second_thread_waiting(
     assert first.pixels * 2 == twice.pixels and gate.begun.count(LARGE) == 1
 
 
-PROCESSOR = ProcessorSpec("", "", "", 0, 0, bidirectional=False, inputs=(), patch_size=1, trust_remote_code=False)
+PROCESSOR = ProcessorSpec(
+    "", "", "", 0, 0, bidirectional=False, inputs=(), patch_size=1, trust_remote_code=False, loader=""
+)
 
 
 async def test_pictures_for_the_models_own_processor_wait_without_a_thread(

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.models.specs.quantization import Quantization
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from PIL import Image
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -235,9 +239,43 @@ class LanguageSpec:
         return 2 * (work + self.num_layers * 3 * c * self.intermediate_size)
 
 
+# An array of every payload of a model's own processor: the token ids of the span, [num_tokens] int64.
+SPAN_TOKEN_IDS = "span_token_ids"
+
+
+class Expansion(Protocol):
+    """The expansion of one picture in a prompt: text, then `token_ids` from the first image token to the last, then
+    text. `arrays` are the tower's inputs by name, for this picture alone."""
+
+    @property
+    def prefix(self) -> str: ...
+
+    @property
+    def token_ids(self) -> list[int]: ...
+
+    @property
+    def suffix(self) -> str: ...
+
+    @property
+    def arrays(self) -> dict[str, npt.NDArray[Any]]: ...
+
+    def num_patches(self, patch_size: int) -> int:
+        """Number of patches of the tower, 1 or more."""
+        ...
+
+
+class PictureProcessor(Protocol):
+    """A model's own image processor in the process that runs it."""
+
+    def expand(self, image: Image.Image, /) -> Expansion:
+        """Expands one upright RGB picture. Raises InvalidImage if the processor cannot take it."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessorSpec:
-    """A model's own image processor, from transformers: how it is loaded, and its tokens in prompts."""
+    """A model's own image processor: how it is loaded, and its tokens in prompts. `loader` is the "module:function"
+    that makes a `PictureProcessor` from this spec; only the process that runs the processor imports it."""
 
     model_dir: str
     model_type: str
@@ -248,7 +286,8 @@ class ProcessorSpec:
     inputs: tuple[str, ...]  # the arguments that the model's get_image_features knows
     patch_size: int
     trust_remote_code: bool
-    joins: bool = True  # several pictures of a prompt expand as each does alone
+    loader: str
+    joins: bool = True  # several pictures of a prompt expand as each does alone; else a prompt may have one
 
 
 class TowerAttention(NamedTuple):
@@ -279,7 +318,7 @@ class VisionSpec(ABC):
 
     @property
     def attention(self) -> TowerAttention | None:
-        """Attention shape of the tower; None if transformers computes the tower."""
+        """Attention shape of the tower; None if the engine's attention does not compute it."""
         return None
 
     @property
@@ -319,7 +358,7 @@ class VisionSpec(ABC):
 class ModelSpec:
     """The shape of one checkpoint. `vision` is None for text-only checkpoints."""
 
-    family: str  # "llava", ...
+    family: str  # "llava", ..; of a model implementation from another package, that one's name
     architecture: str  # architectures[0] of config.json
     language: LanguageSpec
     vision: VisionSpec | None
@@ -374,6 +413,13 @@ class ModelSpec:
     @property
     def processor(self) -> ProcessorSpec | None:
         return None if self.vision is None else self.vision.processor
+
+    @property
+    def one_picture_because(self) -> str:
+        """Reason why a request may have one picture only, whatever is configured; empty if it may have several."""
+        if self.processor is None or self.processor.joins:
+            return ""
+        return "the model's processor makes something else of several pictures in a prompt than of each alone"
 
     @property
     def placeholder_id(self) -> int | None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hydra_engine.core.options import SpecOptions
+from hydra_engine.entry_points import load_entry_point
 from hydra_engine.errors import CheckpointError, ConfigError
 from hydra_engine.models.internvl.spec import build_internvl
 from hydra_engine.models.llava.spec import build_llava
@@ -22,7 +23,6 @@ from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.decoder import build_language, decoder_type
 from hydra_engine.models.specs.fields import Fields
 from hydra_engine.models.specs.quantization import AT_LOAD, at_load, check_requested
-from hydra_engine.models.transformers_adapter.build_spec import build_generic
 
 SpecBuilder = Callable[[ModelFiles], ModelSpec]
 
@@ -33,18 +33,22 @@ def load_spec(model_dir: Path, options: SpecOptions | None = None) -> ModelSpec:
     if not model_dir.is_dir():
         raise CheckpointError(f"there is no model directory {str(model_dir)[:200]!r}")
     files = read_files(model_dir, options or SpecOptions())
-    wanted = files.options.quantization
-    if files.options.model_impl == "transformers":
-        if wanted != "auto":
-            raise ConfigError(
-                f"quantization {wanted} needs a native model; modules of transformers run unquantised weights",
-                param="quantization",
-            )
-        return build_generic(files)
+    if (name := files.options.model_impl) not in ("auto", "native"):
+        build_spec: SpecBuilder = find_implementation(name).build_spec
+        return replace(build_spec(files), family=name)
     family = _family(files.config)
     spec = family.build_spec(replace(files, architecture=family.architecture))
+    wanted = files.options.quantization
     check_requested(wanted, spec.quantization)
     return replace(spec, at_load=at_load(wanted)) if wanted in AT_LOAD else spec
+
+
+def find_implementation(name: str) -> Any:
+    """Finds the `ModelImplementation` of this name, in another package. Raises ConfigError if none is installed."""
+    found = load_entry_point("hydra_engine.model_implementations", name)
+    if found is None:
+        raise ConfigError(f"no installed package has the model implementation {name!r}", param="model_impl")
+    return found
 
 
 def build_text_only(files: ModelFiles) -> ModelSpec:

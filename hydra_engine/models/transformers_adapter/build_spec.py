@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from hydra_engine.errors import CheckpointError, from_info
+from hydra_engine.errors import CheckpointError, ConfigError, from_info
 from hydra_engine.models.specs.assemble import ModelFiles
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.quantization import read_quantization
@@ -23,7 +23,12 @@ _COMMAND = (sys.executable, "-m", "hydra_engine.models.transformers_adapter.desc
 
 def build_generic(files: ModelFiles) -> ModelSpec:
     """Builds the spec of a checkpoint through transformers. Raises CheckpointError, with the reason, if the adapter
-    cannot run it."""
+    cannot run it, ConfigError if quantisation is asked for."""
+    if (wanted := files.options.quantization) != "auto":
+        raise ConfigError(
+            f"quantization {wanted} needs a native model; modules of transformers run unquantised weights",
+            param="quantization",
+        )
     text = files.config.section_if_present("text_config")
     if read_quantization(files.model_dir, files.config, text) is not None:
         raise CheckpointError("the weights are quantised; --model-impl transformers runs unquantised ones only")

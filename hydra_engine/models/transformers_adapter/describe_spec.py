@@ -36,6 +36,7 @@ from hydra_engine.models.transformers_adapter.spec import (
     describe_error,
 )
 
+_LOADER = "hydra_engine.models.transformers_adapter.processor_spec:PictureProcessor.from_spec"
 _REMOTE_CLASSES = ("AutoModelForImageTextToText", "AutoModelForVision2Seq", "AutoModelForCausalLM", "AutoModel")
 MAX_COUNTED = 4096
 _COUNTED = ("layer", "layers", "depth", "blocks", "experts", "stages", "labels", "levels")  # ends of names
@@ -347,6 +348,7 @@ def _vision(
             inputs=inputs,
             patch_size=patch_size,
             trust_remote_code=trust_remote_code,
+            loader=_LOADER,
             joins=_joins(processor),
         ),
         max_tokens=max(expansion.num_tokens for expansion in expansions),

@@ -31,7 +31,7 @@ from hydra_engine.models.loading.checkpoint import list_names
 from hydra_engine.models.loading.parameters import too_many_layers
 from hydra_engine.models.loading.safetensors_checkpoint import SafetensorsCheckpoint
 from hydra_engine.models.loading.weights import Progress, all_finite
-from hydra_engine.models.specs.base import ModelSpec
+from hydra_engine.models.specs.base import SPAN_TOKEN_IDS, ModelSpec
 from hydra_engine.models.transformers_adapter.describe_spec import (
     cannot_run,
     load_config,
@@ -41,7 +41,7 @@ from hydra_engine.models.transformers_adapter.describe_spec import (
 )
 from hydra_engine.models.transformers_adapter.model import GenericModel
 from hydra_engine.models.transformers_adapter.processor_spec import PictureProcessor
-from hydra_engine.models.transformers_adapter.spec import PROCESSOR_ERRORS, SPAN_TOKEN_IDS, describe_error
+from hydra_engine.models.transformers_adapter.spec import PROCESSOR_ERRORS, describe_error
 from hydra_engine.models.transformers_adapter.surgery import accepts, set_attention
 
 _NUMBERED = re.compile(r"(.+?)\.(0|[1-9][0-9]{0,8})\.")
@@ -260,9 +260,15 @@ def load_generic(
     return model
 
 
-def check_generic_layers(model_dir: Path, spec: ModelSpec, held: Collection[str]) -> None:
-    """Raises CheckpointError if config.json has more layers than the tensors in `held`."""
-    check_counts(load_config(model_dir, trust_remote_code=spec.trust_remote_code), held)
+def check_generic_layers(model_dir: Path, spec: ModelSpec) -> None:
+    """Raises CheckpointError if config.json has more layers than the weights. Weights that cannot be opened are ignored
+    here: loading them raises the error."""
+    try:
+        checkpoint = SafetensorsCheckpoint(model_dir)
+    except CheckpointError:
+        return
+    with checkpoint:
+        check_counts(load_config(model_dir, trust_remote_code=spec.trust_remote_code), checkpoint.entries)
 
 
 def _load_module(model_dir: Path, spec: ModelSpec, backend: Backend, held: Collection[str]) -> Any:

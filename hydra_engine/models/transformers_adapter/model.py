@@ -24,9 +24,8 @@ from hydra_engine.backend.select import DTYPES
 from hydra_engine.core.instances import Role
 from hydra_engine.models.layers.decoder import SCORED_ROWS, LanguageInput
 from hydra_engine.models.layers.vision import VisionInput, no_checkpoint
-from hydra_engine.models.specs.base import ModelSpec
+from hydra_engine.models.specs.base import SPAN_TOKEN_IDS, ModelSpec
 from hydra_engine.models.transformers_adapter.attention import NAME, STEP, Step, register
-from hydra_engine.models.transformers_adapter.spec import ONE_PICTURE, SPAN_TOKEN_IDS
 from hydra_engine.models.transformers_adapter.surgery import (
     accepts,
     call_before_listed,
@@ -200,7 +199,7 @@ def _notes(spec: ModelSpec, text: Any) -> Iterator[str]:
             f"the context ends at {longest} of the model's {of_model} tokens: what longer requests compute depends on "
             "the length of a whole call, and calls are steps that requests share"
         )
-    if spec.processor is not None and not spec.processor.joins:
-        yield f"one picture a request: {ONE_PICTURE}"
+    if spec.one_picture_because:
+        yield f"one picture a request: {spec.one_picture_because}"
     if spec.no_images_because:
         yield f"text alone: {spec.no_images_because}"

@@ -20,9 +20,6 @@ from hydra_engine.models.specs.base import MediaPlan, ModelSpec, View, VisionSpe
 from hydra_engine.models.specs.vision import check_picture
 
 FAMILY = "transformers"
-# An array of every payload besides those for the model: the token ids of the span, [num_tokens] int64.
-SPAN_TOKEN_IDS = "span_token_ids"
-ONE_PICTURE = "the model's processor makes something else of several pictures in a prompt than of each alone"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

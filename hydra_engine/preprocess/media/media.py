@@ -25,7 +25,6 @@ from hydra_engine.core.outputs import StageSpan
 from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
 from hydra_engine.errors import HydraError, InvalidRequest, from_info
 from hydra_engine.models.specs.base import MediaPlan, ModelSpec, VideoInfo, no_videos
-from hydra_engine.models.transformers_adapter.spec import ONE_PICTURE
 from hydra_engine.preprocess.media.fetch import MediaFetcher, Resolve
 from hydra_engine.preprocess.media.opening import Decoders, Frames, Opened, Opener, Payloads
 from hydra_engine.preprocess.media.sources import InMemory, RemoteFile, Source, classify, with_path_in_errors
@@ -132,8 +131,8 @@ class MediaLoader:
         if self._spec.vision is None or self._spec.image_token_id is None:
             reason = f" here: {self._spec.no_images_because}" if self._spec.no_images_because else ""
             raise InvalidRequest(f"this model takes no images{reason}", param=parts[0].param)
-        one_alone = self._spec.processor is not None and not self._spec.processor.joins
-        max_count = 1 if one_alone else self._limits.max_images
+        one_picture_because = self._spec.one_picture_because
+        max_count = 1 if one_picture_because else self._limits.max_images
         for kind, most in (("image", max_count), ("video", self._limits.max_videos)):
             of_kind = [part for part in parts if part.kind == kind]
             if of_kind and kind == "video" and self._spec.video_token_id is None:
@@ -142,7 +141,7 @@ class MediaLoader:
                 raise error
             if len(of_kind) > most:
                 allowed = "is allowed" if most == 1 else "are allowed"
-                why = f": {ONE_PICTURE}" if one_alone and kind == "image" else ""
+                why = f": {one_picture_because}" if one_picture_because and kind == "image" else ""
                 raise InvalidRequest(
                     f"the request has {len(of_kind)} {kind}s; at most {most} {allowed}{why}",
                     code=f"too_many_{kind}s",

@@ -1,4 +1,4 @@
-"""The parent's side of the processor child: pictures to payloads and plans, for models that run through transformers.
+"""The parent's side of the processor child: pictures to payloads and plans, for models with a processor of their own.
 
 There is one child, because it loads torch. Does not import torch, does not know files or requests.
 """
@@ -14,8 +14,7 @@ from hydra_engine.core.ids import ImageDigest
 from hydra_engine.core.messages import ArrayLayout, PixelPayload
 from hydra_engine.core.processes import launch
 from hydra_engine.errors import InvalidImage, from_info
-from hydra_engine.models.specs.base import ItemPlan, MediaPlan, ProcessorSpec, View
-from hydra_engine.models.transformers_adapter.spec import SPAN_TOKEN_IDS
+from hydra_engine.models.specs.base import SPAN_TOKEN_IDS, ItemPlan, MediaPlan, ProcessorSpec, View
 from hydra_engine.preprocess.sandbox.child_host import ChildDied, ChildHost
 from hydra_engine.preprocess.sandbox.processor_child import Picture, Processed
 

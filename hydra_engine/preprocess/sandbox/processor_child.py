@@ -9,13 +9,14 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable
+from pkgutil import resolve_name
 
 import msgspec
 from PIL import Image
 
 from hydra_engine.core.messages import ArrayLayout
 from hydra_engine.errors import ErrorInfo, HydraError
-from hydra_engine.models.specs.base import ProcessorSpec
+from hydra_engine.models.specs.base import PictureProcessor, ProcessorSpec
 from hydra_engine.preprocess.sandbox.child_loop import Memory, serve
 
 
@@ -46,12 +47,11 @@ def main() -> None:
 def start() -> Callable[[Picture, Memory], Processed]:
     spec = msgspec.json.decode(sys.argv[2], type=ProcessorSpec)
     gc.disable()
-    # Imported here, since it loads torch and transformers and the parent imports this file.
-    from hydra_engine.models.transformers_adapter.processor_spec import PictureProcessor
-
+    # Imports torch and transformers, as a rule.
+    load: Callable[[ProcessorSpec], PictureProcessor] = resolve_name(spec.loader)
     gc.freeze()  # the imports hold no garbage to look for
     gc.enable()
-    processor = PictureProcessor.from_spec(spec)
+    processor = load(spec)
 
     def answer(picture: Picture, _memory: Memory) -> Processed:
         try:

@@ -19,9 +19,10 @@ from torch import Tensor
 from hydra_engine.backend.base import Ops, PagedCache, States
 from hydra_engine.backend.device import Device
 from hydra_engine.core.plans import BlockIds, DecodeRows, Int64s, LanguagePlan
+from hydra_engine.models.implementation import ServedModel
 from hydra_engine.models.layers.decoder import LanguageInput, Scored
 from hydra_engine.worker.language.slot_table import SlotTable, StateTable, counts_of, starts_of
-from hydra_engine.worker.ports import PromptPositions, ServedModel
+from hydra_engine.worker.ports import PromptPositions
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from hydra_engine.config import EngineConfig
 from hydra_engine.core.plans import Int64s, LanguagePlan
 from hydra_engine.core.results import LanguageResult
 from hydra_engine.errors import BackendError, ErrorInfo, RequestFailed
+from hydra_engine.models.implementation import ServedModel
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.worker.blank_steps import warm_language
 from hydra_engine.worker.boundary import OUT_OF_MEMORY, run_guarded_step
@@ -32,7 +33,7 @@ from hydra_engine.worker.language.constraints import MaskTurns
 from hydra_engine.worker.language.graphs import StepGraphs, default_sizes, mixed_sizes
 from hydra_engine.worker.language.slot_table import SlotOwners, SlotTable, StateTable, part_of
 from hydra_engine.worker.language.step import LanguageStep, PendingSamples, Samples
-from hydra_engine.worker.ports import Gate, Guard, Job, ServedModel, WorkerRequest
+from hydra_engine.worker.ports import Gate, Guard, Job, WorkerRequest
 
 logger = logging.getLogger(__name__)
 

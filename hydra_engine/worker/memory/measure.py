@@ -9,6 +9,7 @@ from functools import partial
 from hydra_engine.backend.base import Backend
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.instances import Role
+from hydra_engine.models.implementation import ServedModel
 from hydra_engine.models.specs.base import ModelSpec, VisionSpec
 from hydra_engine.worker.blank_steps import blank_pictures, blank_rows, draw_blank
 from hydra_engine.worker.language.graphs import MixedSize
@@ -23,7 +24,6 @@ from hydra_engine.worker.memory.working import (
     largest_encode,
     working_memory,
 )
-from hydra_engine.worker.ports import ServedModel
 
 
 def measure(

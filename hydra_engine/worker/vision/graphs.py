@@ -24,9 +24,9 @@ from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.backend.device import Cut, Graph
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.plans import Int64s
+from hydra_engine.models.implementation import ServedModel
 from hydra_engine.models.layers.vision import Packing, Slices, TowerInput, VisionInput, no_checkpoint
 from hydra_engine.models.vlm import Vision
-from hydra_engine.worker.ports import ServedModel
 
 logger = logging.getLogger(__name__)
 

@@ -29,12 +29,13 @@ from hydra_engine.core.plans import EncodeItem, Int64s, VisionPlan
 from hydra_engine.core.request import ImageItem
 from hydra_engine.core.results import VisionResult
 from hydra_engine.errors import ErrorInfo
+from hydra_engine.models.implementation import ServedModel
 from hydra_engine.models.layers.vision import VisionInput
 from hydra_engine.models.specs.base import VisionSpec
 from hydra_engine.worker.blank_steps import warm_vision
 from hydra_engine.worker.boundary import OUT_OF_MEMORY, not_finite, run_guarded_step
 from hydra_engine.worker.memory.working import image_budget, largest_encode
-from hydra_engine.worker.ports import Gate, Guard, Job, ServedModel, WorkerRequest
+from hydra_engine.worker.ports import Gate, Guard, Job, WorkerRequest
 from hydra_engine.worker.vision.graphs import EncodeGraphs, encode_graphs
 
 
