@@ -220,7 +220,9 @@ class EmulatedBuild(IncrementalBuild):
 
 setup(
     packages=[
-        *find_packages(include=["hydra_engine*", "hydra_planner*", "hydra_terminal*", "hydra_quantizer*"]),
+        *find_packages(
+            include=["hydra_engine*", "hydra_planner*", "hydra_terminal*", "hydra_quantizer*", "hydra_transformers*"]
+        ),
         "hydra_kernels",
     ],
     package_dir={"hydra_kernels": "kernels/hydra_kernels"},
@@ -231,6 +233,7 @@ setup(
         "hydra_planner": ["py.typed"],
         "hydra_terminal": ["py.typed"],
         "hydra_quantizer": ["py.typed"],
+        "hydra_transformers": ["py.typed"],
         "hydra_planner.hardware": ["*.json"],
         "hydra_engine.server.page": ["static/**/*"],
     },

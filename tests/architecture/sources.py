@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("hydra_engine", "hydra_planner", "hydra_terminal", "hydra_quantizer")
+PACKAGES = ("hydra_engine", "hydra_planner", "hydra_terminal", "hydra_quantizer", "hydra_transformers")
 SHIPPED = (*PACKAGES, "kernels", "tools")  # packages, and tools that follow their rules
 
 

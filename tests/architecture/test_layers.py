@@ -97,6 +97,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "hydra_terminal": BASE | {"core", "config", "cli"},
     "hydra_quantizer": BASE | {"core", "config", "specs", "backend", "models", "cli"},
+    "hydra_transformers": BASE | {"core", "specs", "backend", "models"},
     "__main__": BASE | {"cli", ""},
     "": BASE | {"core", "config", "engine"},
 }
@@ -120,7 +121,10 @@ TORCH_FREE = {
     ),
     *("frontend", "engine", "server", "cli", "profiler", "hydra_planner", "hydra_terminal", "transfer"),
 }
-TORCH_FREE_FILES = {"instance/instance.py", "instance/ports.py", "instance/migration.py"}
+TORCH_FREE_FILES = {
+    *("instance/instance.py", "instance/ports.py", "instance/migration.py"),
+    *("hydra_transformers/__init__.py", "hydra_transformers/build_spec.py", "hydra_transformers/spec.py"),
+}
 # Folders and files that only some deployments need: `HOOKS` attaches them.
 OPTIONAL_PARTS = {
     *("scheduler/handover", "scheduler/latency"),

@@ -13,6 +13,7 @@ LOOKED_AT = (
     "hydra_planner/",
     "hydra_terminal/",
     "hydra_quantizer/",
+    "hydra_transformers/",
     "kernels/",
     "bench/",
     "tests/campaigns/",

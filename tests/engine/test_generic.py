@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 
 from hydra_engine import Engine
 from hydra_engine.errors import CheckpointError, ContextLengthExceeded, InvalidRequest
-from hydra_engine.models.transformers_adapter.describe_spec import load_config, model_class
-from hydra_engine.models.transformers_adapter.processor_spec import load_processor
+from hydra_transformers.describe import load_config, model_class
+from hydra_transformers.processor import load_processor
 from tests.engine.conftest import EngineFactory, assert_at_rest, picture
 from tests.support_table import record
 from tools.miniatures import make_tiny

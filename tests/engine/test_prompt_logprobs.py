@@ -13,7 +13,7 @@ from hydra_engine import Engine
 from hydra_engine.core.logprobs import TextLogprob
 from hydra_engine.core.outputs import Result
 from hydra_engine.models.layers import decoder
-from hydra_engine.models.transformers_adapter import model as generic
+from hydra_transformers import model as generic
 from tests.engine.conftest import EngineFactory, assert_at_rest, picture
 from tests.engine.test_hybrid import HYBRID
 from tests.engine.test_reuse import images_encoded, stages

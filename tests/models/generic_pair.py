@@ -18,11 +18,11 @@ from hydra_engine.core.ids import ImageDigest
 from hydra_engine.core.instances import EPD, Role
 from hydra_engine.core.options import SpecOptions
 from hydra_engine.models.specs.base import SPAN_TOKEN_IDS, ProcessorSpec
-from hydra_engine.models.transformers_adapter.describe_spec import load_config, model_class
-from hydra_engine.models.transformers_adapter.processor_spec import PictureProcessor, load_processor
 from hydra_engine.preprocess.sandbox.processor import ProcessedPicture
 from hydra_engine.preprocess.text.tokenizer import load_tokenizer
 from hydra_engine.preprocess.text.writer import place_in_text
+from hydra_transformers.describe import load_config, model_class
+from hydra_transformers.processor import PictureProcessor, load_processor
 from tests.models.driver import Driver, Request, Span
 
 GENERIC = SpecOptions(model_impl="transformers")

@@ -17,7 +17,7 @@ from hydra_engine import Engine
 from hydra_engine.backend.base import Backend
 from hydra_engine.backend.select import create_backend
 from hydra_engine.errors import ConfigError
-from hydra_engine.models.transformers_adapter.attention import MaskRule, Step
+from hydra_transformers.attention import MaskRule, Step
 from tests.models.generic_pair import Pair
 from tools.miniatures.base import TEXT, TinyFamily, make_checkpoint
 

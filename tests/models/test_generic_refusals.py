@@ -29,12 +29,12 @@ from hydra_engine.errors import CheckpointError, InvalidImage, InvalidRequest
 from hydra_engine.models.build import load_model
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.registry import load_spec
-from hydra_engine.models.transformers_adapter.attention import MaskRule
-from hydra_engine.models.transformers_adapter.build_spec import describe_in_process
-from hydra_engine.models.transformers_adapter.describe_spec import _no_images_because, describe, probe_picture
-from hydra_engine.models.transformers_adapter.processor_spec import PictureProcessor, load_processor
-from hydra_engine.models.transformers_adapter.spec import PROCESSOR_ERRORS, describe_error
 from hydra_engine.preprocess.media.media import MediaLoader
+from hydra_transformers.attention import MaskRule
+from hydra_transformers.build_spec import describe_in_process
+from hydra_transformers.describe import _no_images_because, describe, probe_picture
+from hydra_transformers.processor import PictureProcessor, load_processor
+from hydra_transformers.spec import PROCESSOR_ERRORS, describe_error
 from tools.miniatures import make_tiny
 
 GENERIC = SpecOptions(model_impl="transformers")

@@ -24,8 +24,8 @@ from hydra_engine.errors import CheckpointError, ResourceError
 from hydra_engine.models.build import build_model, check_layers, load_model
 from hydra_engine.models.layers import decoder, vision
 from hydra_engine.models.specs.registry import load_spec
-from hydra_engine.models.transformers_adapter import load as generic
 from hydra_engine.preprocess.model_files import find_model_files
+from hydra_transformers import load as generic
 from tests.models.conftest import CheckpointFactory
 from tests.models.quantized.written import METHODS, write_checkpoint
 

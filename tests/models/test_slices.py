@@ -20,8 +20,8 @@ from hydra_engine.backend.select import create_backend
 from hydra_engine.clock import MonotonicClock
 from hydra_engine.core.instances import Role
 from hydra_engine.models.layers.vision import Slices, attention_pieces
-from hydra_engine.models.transformers_adapter.surgery import call_before_listed
 from hydra_engine.worker.vision.gate import LaneGate
+from hydra_transformers.surgery import call_before_listed
 from tests.examples import examples
 from tests.models.conftest import BACKENDS
 from tests.models.driver import Driver, Span

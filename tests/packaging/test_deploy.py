@@ -61,6 +61,7 @@ def test_images_start_the_server_as_nobody_with_keys_and_a_health_check(path: Pa
         "hydra_planner",
         "hydra_terminal",
         "hydra_quantizer",
+        "hydra_transformers",
         "kernels",
         "pyproject.toml",
         "setup.py",

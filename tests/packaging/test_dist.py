@@ -86,6 +86,7 @@ def check_files(wheel: Path) -> None:
             "hydra_planner",
             "hydra_terminal",
             "hydra_quantizer",
+            "hydra_transformers",
             "kernels/hydra_kernels",
         ],
         cwd=ROOT,
@@ -161,7 +162,8 @@ def test_every_import_is_a_dependency() -> None:
     named = {re.split(r"[^\w.-]", line)[0].lower().replace("_", "-") for line in lines}
     owners = packages_distributions()
     missing = set()
-    packages = ("hydra_engine", "hydra_planner", "hydra_terminal", "hydra_quantizer", "kernels/hydra_kernels")
+    beside = ("hydra_planner", "hydra_terminal", "hydra_quantizer", "hydra_transformers")
+    packages = ("hydra_engine", *beside, "kernels/hydra_kernels")
     for path in [path for package in packages for path in (ROOT / package).rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = []

@@ -39,8 +39,8 @@ from hydra_engine.core.options import SpecOptions
 from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.models.specs.registry import load_spec
-from hydra_engine.models.transformers_adapter.processor_spec import load_processor
 from hydra_engine.preprocess.text.tokenizer import load_tokenizer
+from hydra_transformers.processor import load_processor
 from tests.calls import asked
 from tests.models.families import qwen3_vl
 from tests.models.families.base import Clip

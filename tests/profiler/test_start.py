@@ -13,8 +13,8 @@ from hydra_engine.core.cost import Slowdowns
 from hydra_engine.core.plans import VisionLoad
 from hydra_engine.models.specs.base import ModelSpec, PreprocessSpec, ProcessorSpec
 from hydra_engine.models.specs.decoder import LanguageSpec
-from hydra_engine.models.transformers_adapter.spec import GenericVisionSpec
 from hydra_engine.profiler.start import StepCosts, Subject, surface_for
+from hydra_transformers.spec import GenericVisionSpec
 from tests.profiler.fakes import SURFACE, FakeLanes, SquareVision, decodes
 
 LANGUAGE = LanguageSpec(2, 64, 4, 2, 16, 128, 500, 1e-5, 1e4, 2048, True)

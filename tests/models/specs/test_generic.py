@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from hydra_engine.errors import InvalidImage
-from hydra_engine.models.transformers_adapter.describe_spec import _language, describe, load_config, model_class
-from hydra_engine.models.transformers_adapter.processor_spec import PictureProcessor
+from hydra_transformers.describe import _language, describe, load_config, model_class
+from hydra_transformers.processor import PictureProcessor
 from tools.miniatures import make_tiny
 
 # As published, where most of what equals a class's defaults is left out.

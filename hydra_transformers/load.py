@@ -32,17 +32,17 @@ from hydra_engine.models.loading.parameters import too_many_layers
 from hydra_engine.models.loading.safetensors_checkpoint import SafetensorsCheckpoint
 from hydra_engine.models.loading.weights import Progress, all_finite
 from hydra_engine.models.specs.base import SPAN_TOKEN_IDS, ModelSpec
-from hydra_engine.models.transformers_adapter.describe_spec import (
+from hydra_transformers.describe import (
     cannot_run,
     load_config,
     model_class,
     probe_picture,
     quiet_logging,
 )
-from hydra_engine.models.transformers_adapter.model import GenericModel
-from hydra_engine.models.transformers_adapter.processor_spec import PictureProcessor
-from hydra_engine.models.transformers_adapter.spec import PROCESSOR_ERRORS, describe_error
-from hydra_engine.models.transformers_adapter.surgery import accepts, set_attention
+from hydra_transformers.model import GenericModel
+from hydra_transformers.processor import PictureProcessor
+from hydra_transformers.spec import PROCESSOR_ERRORS, describe_error
+from hydra_transformers.surgery import accepts, set_attention
 
 _NUMBERED = re.compile(r"(.+?)\.(0|[1-9][0-9]{0,8})\.")
 _TOWERS = re.compile(r"vis(ion|ual)|image|audio")  # in names of lists that are no decoder's

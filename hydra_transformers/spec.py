@@ -1,7 +1,7 @@
 """Specs of checkpoints that run with transformers' own modules (`--model-impl transformers`).
 
 Numbers come from transformers' config class and from a run of its processor, because config.json leaves out values that
-equal a class's defaults. `describe_spec.py` reads them. Does not know how a picture is cut: the model's processor does,
+equal a class's defaults. `describe.py` reads them. Does not know how a picture is cut: the model's processor does,
 for every picture.
 """
 

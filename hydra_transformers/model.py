@@ -25,8 +25,9 @@ from hydra_engine.core.instances import Role
 from hydra_engine.models.layers.decoder import SCORED_ROWS, LanguageInput
 from hydra_engine.models.layers.vision import VisionInput, no_checkpoint
 from hydra_engine.models.specs.base import SPAN_TOKEN_IDS, ModelSpec
-from hydra_engine.models.transformers_adapter.attention import NAME, STEP, Step, register
-from hydra_engine.models.transformers_adapter.surgery import (
+from hydra_engine.models.vlm import one_thread
+from hydra_transformers.attention import NAME, STEP, Step, register
+from hydra_transformers.surgery import (
     accepts,
     call_before_listed,
     disable_temperatures,
@@ -38,7 +39,6 @@ from hydra_engine.models.transformers_adapter.surgery import (
     set_attention,
     weights_bytes,
 )
-from hydra_engine.models.vlm import one_thread
 
 
 class GenericModel:

@@ -1,6 +1,6 @@
 """Describes a checkpoint by transformers' classes: config with all defaults, model class, a run of its processor.
 
-    python -m hydra_engine.models.transformers_adapter.describe_spec DIR [--trust-remote-code]
+    python -m hydra_transformers.describe DIR [--trust-remote-code]
 
 prints one line of JSON. Imported only where torch may be loaded; opens no weights. Code that comes with the model is
 run only when the caller says so.
@@ -27,8 +27,8 @@ from hydra_engine.errors import CheckpointError, HydraError, InvalidImage
 from hydra_engine.models.specs.base import LanguageSpec, ModelSpec, PreprocessSpec, ProcessorSpec
 from hydra_engine.models.specs.decoder import stored_dtype
 from hydra_engine.models.specs.fields import Fields, read_json
-from hydra_engine.models.transformers_adapter.processor_spec import Expansion, PictureProcessor, num_runs
-from hydra_engine.models.transformers_adapter.spec import (
+from hydra_transformers.processor import Expansion, PictureProcessor, num_runs
+from hydra_transformers.spec import (
     FAMILY,
     PROCESSOR_ERRORS,
     Answer,
@@ -36,7 +36,7 @@ from hydra_engine.models.transformers_adapter.spec import (
     describe_error,
 )
 
-_LOADER = "hydra_engine.models.transformers_adapter.processor_spec:PictureProcessor.from_spec"
+_LOADER = "hydra_transformers.processor:PictureProcessor.from_spec"
 _REMOTE_CLASSES = ("AutoModelForImageTextToText", "AutoModelForVision2Seq", "AutoModelForCausalLM", "AutoModel")
 MAX_COUNTED = 4096
 _COUNTED = ("layer", "layers", "depth", "blocks", "experts", "stages", "labels", "levels")  # ends of names

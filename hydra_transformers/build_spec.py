@@ -15,10 +15,10 @@ from hydra_engine.errors import CheckpointError, ConfigError, from_info
 from hydra_engine.models.specs.assemble import ModelFiles
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.quantization import read_quantization
-from hydra_engine.models.transformers_adapter.spec import Answer
+from hydra_transformers.spec import Answer
 
 _DESCRIBE_SECONDS = 300.0
-_COMMAND = (sys.executable, "-m", "hydra_engine.models.transformers_adapter.describe_spec")
+_COMMAND = (sys.executable, "-m", "hydra_transformers.describe")
 
 
 def build_generic(files: ModelFiles) -> ModelSpec:
@@ -46,7 +46,7 @@ def _describe(model_dir: str, trust_remote_code: bool, _stamp: object) -> ModelS
     """Runs `describe` in this process if torch is loaded, else (in the frontend) in a separate one."""
     if "torch" in sys.modules:
         # Imports transformers' models and torch.
-        from hydra_engine.models.transformers_adapter.describe_spec import describe
+        from hydra_transformers.describe import describe
 
         return describe(Path(model_dir), trust_remote_code=trust_remote_code)
     return describe_in_process(model_dir, trust_remote_code)
@@ -54,7 +54,7 @@ def _describe(model_dir: str, trust_remote_code: bool, _stamp: object) -> ModelS
 
 def describe_in_process(model_dir: str, trust_remote_code: bool) -> ModelSpec:
     flags = ["--trust-remote-code"] if trust_remote_code else []
-    package_parent = str(Path(__file__).parents[3])
+    package_parent = str(Path(__file__).parents[1])
     # API keys are no business of code that may come with a model.
     variables = {name: value for name, value in os.environ.items() if not name.startswith("HYDRA_")}
     path = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))

@@ -1,4 +1,7 @@
-"""Models that transformers' own modules compute in the engine's stages (`--model-impl transformers`)."""
+"""Models that transformers' own modules compute in the engine's stages (`--model-impl transformers`).
+
+A package beside the engine, in the same wheel: the engine finds `TRANSFORMERS` by the entry point in pyproject.toml.
+"""
 
 from __future__ import annotations
 
@@ -12,26 +15,26 @@ if TYPE_CHECKING:
     from hydra_engine.models.loading.weights import Progress
     from hydra_engine.models.specs.assemble import ModelFiles
     from hydra_engine.models.specs.base import ModelSpec
-    from hydra_engine.models.transformers_adapter.model import GenericModel
+    from hydra_transformers.model import GenericModel
 
 
 class _Transformers:
     """Imports each part where it is needed: only the last two need torch."""
 
     def build_spec(self, files: ModelFiles) -> ModelSpec:
-        from hydra_engine.models.transformers_adapter.build_spec import build_generic
+        from hydra_transformers.build_spec import build_generic
 
         return build_generic(files)
 
     def check_layers(self, model_dir: Path, spec: ModelSpec) -> None:
-        from hydra_engine.models.transformers_adapter.load import check_generic_layers
+        from hydra_transformers.load import check_generic_layers
 
         check_generic_layers(model_dir, spec)
 
     def load_model(
         self, model_dir: Path, spec: ModelSpec, backend: Backend, role: Role, progress: Progress | None
     ) -> GenericModel:
-        from hydra_engine.models.transformers_adapter.load import load_generic
+        from hydra_transformers.load import load_generic
 
         return load_generic(model_dir, spec, backend, role, progress)
 

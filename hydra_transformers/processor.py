@@ -22,7 +22,7 @@ from transformers.utils import import_utils
 from hydra_engine.errors import CheckpointError, InvalidImage
 from hydra_engine.models.specs.base import ProcessorSpec
 from hydra_engine.models.specs.fields import Fields, read_json_if_present
-from hydra_engine.models.transformers_adapter.spec import PROCESSOR_ERRORS, describe_error
+from hydra_transformers.spec import PROCESSOR_ERRORS, describe_error
 
 Array = npt.NDArray[Any]
 
