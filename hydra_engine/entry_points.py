@@ -19,7 +19,7 @@ def load_entry_points(group: str) -> dict[str, Any]:
 
 
 def load_entry_point(group: str, name: str) -> Any | None:
-    """One object of a group, the only one that is imported; None if there is none of this name."""
+    """Returns the object of a group that has this name; imports no other. None if there is none."""
     value = _entry_points(group).get(name)
     return None if value is None else resolve_name(value)
 

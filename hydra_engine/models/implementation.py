@@ -1,4 +1,4 @@
-"""What a model is to lanes and instances, and what another package has to provide for models that it computes.
+"""The interfaces of a model for lanes and instances, and of a package that brings models of its own.
 
 `--model-impl NAME` finds a `ModelImplementation` as the entry point NAME of the group
 `hydra_engine.model_implementations`.

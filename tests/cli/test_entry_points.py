@@ -12,7 +12,7 @@ import pytest
 from hydra_engine import entry_points
 from hydra_engine.cli import commands
 from hydra_engine.cli.commands import Command, build_parser, command_of, unknown_command
-from hydra_engine.entry_points import load_entry_points
+from hydra_engine.entry_points import load_entry_point, load_entry_points
 from tests.cli.conftest import Here
 
 GROUP = "hydra_engine.commands"
@@ -45,6 +45,7 @@ def test_the_packages_beside_the_engine_add_their_commands_to_the_tree() -> None
     assert sorted(found) == ["chat", "completion", "memory", "plan", "profile", "quantize", "reproduce"]
     assert all(isinstance(command, Command) for command in found.values())
     assert load_entry_points("hydra_engine.nothing") == {}
+    assert load_entry_point(GROUP, "chat") is found["chat"] and load_entry_point(GROUP, "sheep") is None
 
 
 def test_the_commands_of_other_packages_are_listed_and_run(installed: Path, here: Here) -> None:

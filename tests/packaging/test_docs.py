@@ -98,7 +98,8 @@ HOLE = "\0"
 def sentences() -> tuple[str, ...]:
     """Texts of the code, with a hole for each value."""
     found = []
-    for path in (ROOT / "setup.py", *(ROOT / "hydra_engine").rglob("*.py")):
+    folders = (ROOT / "hydra_engine", ROOT / "hydra_transformers")
+    for path in (ROOT / "setup.py", *(path for folder in folders for path in folder.rglob("*.py"))):
         for node in ast.walk(ast.parse(text_of(path))):
             if isinstance(node, ast.JoinedStr):
                 parts = [str(p.value) if isinstance(p, ast.Constant) else HOLE for p in node.values]
