@@ -15,7 +15,7 @@ from tests.architecture.test_layers import HOOKS, OPTIONAL_PARTS, PACKAGE, ROOT
 NO_HOOKS = """
 from types import SimpleNamespace
 
-from hydra_engine.core.messages import LimitSummary
+from hydra_engine.core.reports import LimitSummary
 from hydra_engine.instance.ports import MigrationPort
 from hydra_engine.worker.ports import NO_GATE
 
