@@ -24,7 +24,8 @@ Guard = Callable[[Job], None]  # runs a job in a lane's thread; an exception the
 class Gate:
     """The gate at which the vision lane waits for language steps on the same device. This base class never waits.
 
-    `vision/gate.py` has the gates that do. The language lane calls `begin` and `end`, the vision lane all else.
+    `vision/gate.py` has the gates that do. The language lane calls `begin` and `end`, the vision lane `enter`,
+    `checkpoint` and `leave`; any thread may call `close`.
     """
 
     can_hold = False  # True if the vision lane may have to wait at a checkpoint
@@ -33,7 +34,8 @@ class Gate:
         """Starts a language step, beside which vision may run for `allowance_s` seconds, 0 or more."""
 
     def end(self) -> float:
-        """Ends the language step, successful or not. Returns the seconds of vision that ran beside it."""
+        """Ends the language step, successful or not. Returns the seconds of vision that ran beside it, 0 from a gate
+        that does not count them."""
         return 0.0
 
     def enter(self, num_patches: int = 0) -> None:
@@ -59,7 +61,8 @@ class WorkerRequest:
 
     The registry that maps ids to records belongs to the instance thread. A plan goes to its lane with the records of
     its images and chunks, so a lane never reads the registry; decodes read the slot table instead. All fields are
-    immutable except the history and the constraint of `sampling_state`, which only the language lane uses.
+    immutable except the history and the constraint of `sampling_state`, which only the language lane changes; the
+    constraint is made ready elsewhere first.
     """
 
     request: Request

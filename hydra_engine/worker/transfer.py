@@ -172,8 +172,8 @@ class Peer:
     def _mapped(
         self, export: PoolExport, descriptors: Sequence[int], device: Device, *, needed: bool
     ) -> PeerMemory | None:
-        """Maps a pool. If that fails, raises TransferError if it is `needed`; else returns None and stores the reason
-        in `not_mapped`."""
+        """Maps a pool. If that fails and the pool is not `needed`, returns None and stores the reason in `not_mapped`.
+        Raises TransferError otherwise, and if the peer names a descriptor that did not come."""
         descriptor = -1 if export.descriptor < 0 else _chosen(descriptors, export.descriptor)
         try:
             return device.open_peer(export, descriptor)
@@ -349,8 +349,8 @@ class Exchange:
         self._lane.submit(lambda: self._run(lambda: self._deliver(self._runner.stage(job, self._staging))))
 
     def submit_pull(self, job: PullJob) -> None:
-        """Queues a copy of a peer's blocks into a local cache; `deliver` gets its result, a `problem` if the peer is
-        not open."""
+        """Queues a copy of a peer's blocks into a local cache; `deliver` gets its result, with a `problem` if the copy
+        failed or the peer is not open."""
         pull = partial(self._runner.run, job, self._peers.get(job.peer))
         self._lane.submit(lambda: self._run(lambda: self._deliver(pull())))
 

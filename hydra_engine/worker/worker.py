@@ -49,11 +49,11 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """The `WorkerPort` over one backend. `role` decides which lanes exist; a plan for a missing lane is a bug of the
-    caller. `gate` pauses the vision lane for the language lane, if both are on the device. `wake` is called in any
-    thread when a result arrives or a lane has ended. `asynchronous`: language steps are launched before the previous
-    one is read, and graphs of both lanes may be captured and replayed; None: if the device is asynchronous. `working`:
-    the memory reserved for steps, beside caches."""
+    """The `WorkerPort` over one backend. `role` and the caches decide which lanes exist; a plan for a missing lane is a
+    bug of the caller. `gate` pauses the vision lane for the language lane, if both are on the device. `wake` is called
+    in any thread when a result arrives or a lane has ended. `asynchronous`: language steps are launched before the
+    previous one is read, and graphs of both lanes may be captured and replayed; None: if the device is asynchronous.
+    `working`: the memory reserved for steps, beside caches."""
 
     PIECE_ROWS = 64  # rows of a layer after which an encode can pause; without a TPOT limit whole layers
 
@@ -142,7 +142,8 @@ class Worker:
 
     @property
     def num_slices(self) -> int:
-        """Approximate number of pieces of the largest encode, between which it can pause; 0: it never pauses."""
+        """Approximate number of pieces of the largest picture's encode, between which it can pause; 0: it never
+        pauses."""
         return 0 if self._vision is None else self._vision.num_slices
 
     @property
@@ -212,9 +213,9 @@ class Worker:
             progress(done, len(jobs))
 
     def capture_graphs(self, progress: Callable[[int, int], None]) -> None:
-        """Captures the graphs of both lanes, after the warm-up; does nothing without graphs. Calls `progress(done,
-        all)` after each. Memory for the largest eager step is held meanwhile, and a graph that does not fit beside it
-        is skipped and counted in `notes`. Raises BackendError if a capture fails for another reason."""
+        """Captures the graphs of both lanes, if there are any, after the warm-up. Calls `progress(done, all)` after
+        each. Memory for the largest eager steps of both lanes is held meanwhile, and a graph that does not fit beside
+        it is skipped and counted in `notes`. Raises BackendError if a capture fails for another reason."""
         jobs: list[tuple[VisionLane | LanguageLane, EncodeGraphs | StepGraphs, tuple[int, int]]] = []
         for lane in reversed(self._lanes):
             if lane.graphs is not None:
@@ -279,7 +280,7 @@ class Worker:
 
     @property
     def graph_bytes(self) -> int:
-        """Bytes of device memory that the captured graphs and their inputs take."""
+        """Bytes of device memory that the captured graphs, and the inputs of special rows, take."""
         return sum(lane.graphs.num_bytes for lane in self._lanes if lane.graphs is not None)
 
     @property

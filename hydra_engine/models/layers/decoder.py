@@ -243,7 +243,8 @@ class Decoder:
     def __call__(self, batch: LanguageInput, cache: PagedCache, images: PagedCache | None) -> Tensor:
         """Returns the logits of `batch.logit_rows`, [B', V] float32, valid until the next call. Writes keys, values and
         states of all tokens, and calls `batch.scored.take` before it returns. A step of decodes that wants as many rows
-        as it has must list them in order. Raises ValueError if image rows lack their slots or an image cache."""
+        as it has must list them in order. Raises ValueError if image rows lack their slots or an image cache, or delta
+        nets their states."""
         wanted, step = batch.logit_rows, StepInputs(batch.slots, batch.attention, batch.states)
         plain = batch.scored is None and batch.image_rows is None
         if plain and batch.attention.max_q == 1 and wanted.shape == batch.slots.shape:

@@ -54,8 +54,8 @@ class VisionInput:
     `arrays[i]` instead: their processor's tensors by name.
 
     A tower calls `checkpoint`, which may block (for language steps), between its layers. With `piece_rows` it also
-    calls it inside layers and computes at most that many rows of a layer's products at a time; see
-    `layers/vision.py`."""
+    calls it inside layers and computes at most that many rows of a layer's products at a time; see the
+    head of this file."""
 
     pixels: tuple[Tensor, ...]
     sources: tuple[tuple[int, int], ...]  # (width, height) of the picture that the user gave

@@ -72,14 +72,14 @@ class Needs:
         return self.config.cache.block_size * kv_token_bytes(self.spec, self.config, self.dtype_bytes)
 
     def image_sizes(self, vision: VisionSpec) -> tuple[int, int]:
-        """(blocks of the largest image, bytes of a block)."""
+        """(blocks of the largest span of a picture or video, bytes of a block)."""
         block_size = self.config.cache.image_block_size
         block_bytes = block_size * vision.num_planes * vision.feature_size * self.dtype_bytes
         return _ceil(vision.max_tokens_per_item, block_size), block_bytes
 
     @property
     def wanted_images(self) -> int:
-        """Number of largest images that fit into the image cache by default."""
+        """Number of largest spans for which the image cache is sized by default, if the memory allows."""
         return max(TYPICAL_IMAGES, self.config.media.max_images)
 
     def flag(self, kind: str) -> str:
@@ -138,8 +138,9 @@ class Filling:
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """Sizes of the caches. `max_model_len`: longest request that fits the model and the KV cache, if there is one.
-    `reasons`: notes for the user. Bytes of weights are computed from the spec for the role's part, without padding."""
+    """Sizes of the caches. `max_model_len`: the longest request, as configured or else as the model has it, lowered to
+    what the KV cache holds, if there is one. `reasons`: notes for the user. Bytes of weights are computed from the spec
+    for the role's part, without padding."""
 
     num_kv_blocks: int
     num_image_blocks: int
@@ -147,7 +148,7 @@ class CachePlan:
     kv_bytes: int
     image_bytes: int
     reasons: tuple[str, ...]
-    num_state_slots: int = 0  # 0: the model keeps no recurrent states
+    num_state_slots: int = 0  # requests that have recurrent states at once; 0: the model keeps none
     state_bytes: int = 0
     vision_weights_bytes: int = 0
     language_weights_bytes: int = 0
@@ -183,8 +184,8 @@ def plan_memory(
         of each instance.
 
     If a filled device has no memory for all graphs, or only with shorter contexts, fewer are planned. Raises
-    ResourceError, saying what to change, if the caches do not fit or are too small for the requests that must fit, and
-    ConfigError if the configured longest request exceeds the model's.
+    ResourceError, saying what to change, if weights, working memory, states or caches do not fit, or the caches are too
+    small for the requests that must fit, and ConfigError if the configured longest request exceeds the model's.
     """
     needs = Needs(spec, role, config, dtype_bytes, weight_bytes)
     made = _plan_or_refusal(needs, free_bytes, shares, filling, total_bytes)
@@ -273,8 +274,8 @@ def _divided(free_bytes: int, shares: int, reasons: list[str]) -> int:
 
 
 def _state_slots(needs: Needs, free_bytes: int, reasons: list[str]) -> int:
-    """Slots of recurrent states: one for every request that may run, 0 if the model keeps none. Appends a note to
-    `reasons`. Raises ResourceError if they do not fit `free_bytes`."""
+    """Number of requests with recurrent states: all that may run; 0 if the model keeps none or the role has no language
+    steps. Appends a note to `reasons` unless 0. Raises ResourceError if the states do not fit `free_bytes`."""
     num_bytes, num_slots = needs.state_bytes, needs.config.scheduler.max_running_requests
     if not num_bytes:
         return 0
@@ -331,8 +332,9 @@ def _kv_blocks(config: EngineConfig, max_model_len: int, block_bytes: int, share
 
 
 def _min_request(spec: ModelSpec, config: EngineConfig, wanted_len: int, reasons: list[str]) -> tuple[int, str]:
-    """(tokens, reason) of the smallest request that must fit: as configured, or one with a largest picture. Appends a
-    note to `reasons` if such a picture exceeds the longest request."""
+    """(tokens, reason) of the request that must fit: the longest if that is configured, else one with a largest picture
+    and MIN_TEXT_TOKENS, or of 2 tokens without vision. Appends a note to `reasons` if such a picture does not fit the
+    longest request."""
     least = 2 if spec.vision is None else spec.vision.max_tokens_per_image + MIN_TEXT_TOKENS
     if least > wanted_len:  # what was asked for, or what the model is: such pictures are refused one by one
         reasons.append(f"pictures of more than {wanted_len - MIN_TEXT_TOKENS} tokens do not fit max_model_len")
@@ -355,7 +357,7 @@ def _lowered(wanted_len: int, max_model_len: int, kv: CacheSize, block_size: int
 
 def _images(needs: Needs, max_bytes: int, beside_bytes: int, reasons: list[str]) -> CacheSize:
     """Size of the image cache, 0 blocks if no feature ever comes. A default size is at most `max_bytes`, and at most
-    the larger of one largest picture and `beside_bytes`, which a KV cache of configured size leaves. Appends notes to
+    the larger of one largest span and `beside_bytes`, which a KV cache of configured size leaves. Appends notes to
     `reasons`."""
     if needs.pictures is None:
         return CacheSize("image")

@@ -188,19 +188,15 @@ class _Estimates:
     dtype_bytes: int
 
     def encode(self, vision: VisionSpec) -> int:
-        """Bytes of the largest encode."""
         return estimated_encode(vision, self.config, self.dtype_bytes)
 
     def decode(self) -> int:
-        """Bytes of a decode of all requests that may run."""
         return self._step(self.config.scheduler.max_running_requests, 0)
 
     def prefill(self) -> int:
-        """Bytes of the largest step with prompts, scored ones among them."""
         return self._step(self.config.scheduler.max_step_tokens, SCORED_ROWS)
 
     def captured(self, size: MixedSize) -> int:
-        """Bytes of a captured step of this size."""
         return self._step(size.tokens, 0)
 
     def _step(self, num_tokens: int, num_scored: int) -> int:

@@ -2,9 +2,9 @@
 step late.
 
 A language step comes with an allowance, the seconds of vision that may run beside it. When it is used up, the vision
-lane stops at its next checkpoint and resumes when that step has ended, or with the allowance of the next. Two threads:
-the language lane calls `begin` and `end`, the vision lane all else. Does not know where allowances come from, what a
-layer is, or requests.
+lane stops at its next checkpoint and resumes when that step has ended, or with the allowance of the next. The
+language lane calls `begin` and `end`, the vision lane `enter`, `checkpoint` and `leave`, any thread `close`. Does not
+know where allowances come from, what a layer is, or requests.
 
 The bound: a running layer is not interrupted, so at most the allowance plus one piece of vision (the work between two
 checkpoints) runs beside a step; `DeviceGate` has the bound for pieces that are launched ahead. On a CPU a piece of a

@@ -50,7 +50,7 @@ def piece_seconds(tpot_limit_s: float | None) -> float:
 def captured_sizes(config: EngineConfig, granule: int, largest: int) -> tuple[int, ...]:
     """Patches of the graphs to capture: ascending multiples of `granule`, as configured (rounded up) or by default up
     to CAPTURED_PATCHES. `largest`: patches of the largest encode, a multiple too. Configured sizes above it are skipped
-    with a warning."""
+    with a warning; if none is left, the one size is `largest`."""
     given = config.encoder_cuda_graph_sizes
     most = largest if given else max(min(largest, CAPTURED_PATCHES) // granule, 1) * granule
     wanted = {-(-size // granule) * granule for size in given or (*_SMALL, *range(_STEP, most, _STEP), most)}
@@ -61,7 +61,8 @@ def captured_sizes(config: EngineConfig, granule: int, largest: int) -> tuple[in
 
 
 def max_captured(config: EngineConfig, largest: int) -> int:
-    """Approximate patches of the largest graph, before the tower is known; 0: none is captured."""
+    """Approximate patches of the largest graph, before the tower is known; 0: none is captured. `largest`: patches of
+    the largest encode."""
     if config.enforce_eager:
         return 0
     return min(largest, max(config.encoder_cuda_graph_sizes, default=CAPTURED_PATCHES))
@@ -143,9 +144,9 @@ class EncodeGraphs:
             logger.warning("encodes of %d patches are not replayed: padding has features that are not finite", size)
 
     def _layers_of_piece(self, partition: int, packing: Packing) -> int | None:
-        """Number of checkpoints per graph; None: the encode is one graph. Follows from the time of the partition's
-        largest eager encode, measured at its first call, of which launches are at most half; a run before that, which
-        is not measured, compiles."""
+        """Number of checkpoints per graph; None: the encode is one graph. Follows from the seconds of a patch in the
+        partition's first encode, the largest, which is launched op by op: once to compile, then measured. At most half
+        of the measured time is that of launches."""
         if self._piece_s == inf:
             return None
         checkpoints = _EveryNth(1, no_checkpoint)

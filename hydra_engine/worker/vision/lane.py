@@ -63,8 +63,8 @@ class Encoding(NamedTuple):
 class VisionLane:
     """The lane that runs vision plans in order, in its own thread. `piece_rows`: rows of a layer after which an encode
     can pause, if there is a TPOT limit; 0: whole layers. CPU only: on an asynchronous device such small launches would
-    take longer than their work. `run` wraps every job, in the lane's threads. `note`: for the user, why encodes are not
-    replayed; empty otherwise."""
+    take longer than their work. `run` wraps every job, in the lane's threads. `note`: for the user, why the model's
+    encodes are never captured; else empty."""
 
     captures = "encodes"
 
