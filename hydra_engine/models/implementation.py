@@ -27,7 +27,7 @@ class ServedModel(Protocol):
 
     @property
     def num_slices(self) -> int:
-        """Number of pieces of an encode that can pause between layers, and nowhere else."""
+        """Number of pieces of an encode that pauses only between layers; 0 without a vision tower."""
         ...
 
     @property
@@ -49,8 +49,8 @@ class ServedModel(Protocol):
         ...
 
     def forward(self, inputs: LanguageInput, kv_cache: PagedCache, image_cache: PagedCache | None, /) -> Tensor:
-        """Returns logits [B', V] float32 of the rows in `inputs.logit_rows`. Logits of the rows in `inputs.scored` are
-        passed to its callback in slices meanwhile."""
+        """Returns logits [B', V] float32 of the rows in `inputs.logit_rows`, valid until the next call. Logits of the
+        rows in `inputs.scored` are passed to its callback in slices meanwhile."""
         ...
 
 
