@@ -22,7 +22,7 @@ from hydra_engine.scheduler.step_stats import StepTimes
 
 Work = Sequence[tuple[RequestId, int]]  # (request, tokens or patches), amounts positive
 
-# Takes requests that have ended, and the time; returns the messages of those that no plan in flight names.
+# Takes requests and the time; forgets those that have ended and that no plan in flight names, returns their Finished.
 Finish = Callable[[list[RequestState], float], list[RequestMessage]]
 
 
@@ -43,8 +43,8 @@ class StepObserver:
         its prefill chunks. On the hot path."""
 
     def on_away(self, request_id: RequestId, kind: str, now: float, until_s: float = math.inf) -> None:
-        """Called when a request cannot be computed here, since its KV is gone or comes from another instance: until
-        `until_s` or, if that is infinite, its next step here. `kind`: `DelayCause.kind` for that time."""
+        """Called when a request has lost its KV (`until_s` infinite: until its next step here), or has just got it from
+        another instance (at `until_s`). `kind`: `DelayCause.kind` for the time without KV."""
 
     def explain(
         self, request_id: RequestId, since_s: float, until_s: float, tpot_limit_s: float
@@ -60,12 +60,13 @@ class OpenStep(Protocol):
     now: float
 
     def preempt(self, victim: RequestState) -> bool:
-        """Preempts a request; False if the connector needs its blocks for now."""
+        """Preempts a request; False if the connector needs its blocks for now. Raises NeedsResult (`step.py`), which
+        the connector does not catch, while the step before is in flight."""
 
 
 class Connector:
     """A no-op connector for an instance without peers: the hooks that the scheduler calls. `now` is the time of the
-    scheduler's call.
+    scheduler's call or, while it applies a result, the end of that step.
 
     Like vLLM's KVConnector it decides which requests wait for features or KV from elsewhere (`on_arrival`, `parks`),
     and is called when blocks are allocated (`on_start`), while a step is filled (`before_language`) and when a request
@@ -75,8 +76,8 @@ class Connector:
     vision_first = False  # True: a vision step is planned before the language step
 
     def attach(self, requests: object, times: StepTimes, finish: Finish) -> None:
-        """Called once, before any other hook. `requests`: the scheduler's RequestTable. `finish` ends requests outside
-        of the scheduler's own calls."""
+        """Called once, before any other hook. `requests`: the scheduler's RequestTable. `times`: of its language steps,
+        kept up to date. `finish`: for requests that the connector has ended outside of the scheduler's own calls."""
 
     def set_role(self, role: Role) -> None:
         """Called with the stages that are accepted from now on."""
@@ -115,21 +116,24 @@ class Connector:
         set its `connector_state`."""
 
     def parks(self, state: RequestState) -> bool:
-        """True if the request waits for other instances: its phase is PARKED, and it is in no new plan."""
+        """True if the request's phase is PARKED: it waits for other instances, or is an encode job. It is in no new
+        language plan."""
         return False
 
     def on_requeue(self, state: RequestState) -> None:
-        """Called after the request was moved into the queue of its phase, or found there."""
+        """Called after the phase and the queue of the request were brought up to date."""
 
     def on_image(self, state: RequestState, index: int, now: float) -> None:
-        """Called after the progress of image `index` of a request was set, unless the request is ending."""
+        """Called after the progress of image `index` of a request was set, unless the request is ending. Not called
+        where freed KV makes a CONSUMED image CACHED."""
 
     def on_start(self, state: RequestState) -> None:
         """Called when the request has got its slot and its cached blocks; the blocks behind these are not allocated
         yet."""
 
     def may_preempt(self, state: RequestState) -> bool:
-        """False if the request cannot be preempted now; the connector then preempts it as soon as possible."""
+        """False if the connector needs the request's blocks for now; it then preempts the request itself as soon as it
+        does not, unless all of its KV is here by then."""
         return True
 
     def on_blocks_freed(self, state: RequestState) -> None:

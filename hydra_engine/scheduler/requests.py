@@ -144,9 +144,9 @@ class RequestTable:
         self.requeue(state)
 
     def _rank(self, state: RequestState) -> int:
-        """Sets the urgency of a request that may start from now on, and records the deadline of its first token.
-        Returns the number of its leading tokens with cached KV; 0 without a lookup if neither images nor the policy
-        need it."""
+        """Sets the urgency of a request that may start from now on and, if it is prefilled here, records the deadline
+        of its first token. Returns the number of its leading tokens with cached KV; 0, without a lookup, for an encode
+        job, for KV that the connector loads, and without images unless the policy is `sjf`."""
         by_work = self._scheduling_policy == "sjf"
         looks = (bool(state.request.images) or by_work) and not state.is_encode_job and not state.external_kv
         num_cached = self._cached_tokens(state) if looks else 0
@@ -266,8 +266,8 @@ class RequestTable:
 
     def preempt(self, state: RequestState, now: float) -> bool:
         """Frees the KV of a running request, which keeps its age, its tokens and its unconsumed features; it waits
-        again, unless the connector ends it. False, and no change, if the connector needs its blocks for now; the
-        connector then preempts it as soon as possible. Asserts that no step in flight computes it."""
+        again, unless the connector ends it. False, without preempting it, if the connector needs its blocks for now
+        (`Connector.may_preempt`). Asserts that no step in flight computes it."""
         request_id = state.request.id
         if state.connector_state is not None and not self.connector.may_preempt(state):
             return False
@@ -300,8 +300,8 @@ class RequestTable:
         self.requeue(state)
 
     def defer(self, state: RequestState) -> None:
-        """Records that a deferred chunk was not computed, whose only token was the one without KV: a later step
-        computes that token, as a decode if the request is in the table of decodes, else as a chunk."""
+        """Leaves the only token of a deferred chunk to a later step, which computes it as a decode row if the request
+        is in the table of decodes, else as a chunk."""
         seq_slot = self.seq_slots.slot_of[state.request.id]
         if self.decodes.is_member(seq_slot):
             self.decodes.defer_chunk(seq_slot)
@@ -321,8 +321,8 @@ class RequestTable:
         return max(running, key=lambda state: state.order, default=None)
 
     def next_due(self, now: float) -> RequestState | None:
-        """The request without a token whose first token has the earliest deadline after `now`; None if there is none.
-        Forgets the deadlines before that."""
+        """The request, prefilled here and not held, whose first token is still to come and has the earliest deadline
+        after `now`; None if there is none. Forgets the deadlines that have passed."""
         while self.ttft_deadlines:
             due_s, request_id = self.ttft_deadlines[0]
             state = self.states.get(request_id)

@@ -265,7 +265,7 @@ class StageScheduler:
         return scheduler_status(self._requests, self._results, self._budgets.report(), self._speeds.report())
 
     def ledger(self) -> LedgerReport:
-        """The blocks and slots that requests hold, and what is wrong with them; the instance adds the rest."""
+        """The report of `Ledger.report` on all requests that are not forgotten; the instance adds the rest."""
         return self._requests.ledger.report(self._requests.states)
 
 
