@@ -161,8 +161,9 @@ def _threshold(
     COLUMNS: tl.constexpr,
     COUNT: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Returns (threshold, amount above it). The threshold is the smallest listed logit that has less than `mark` above
-    it, by bisection between key `low`, whose number has `mark` or more, and the largest logit.
+    """Returns (threshold, amount above it). The threshold is the smallest logit of the lists that has less than `mark`
+    above it, by bisection between `low`, the integer key of a value with `mark` or more above it, and the largest
+    logit. Lists (`offsets`, `count`), `highest` and `scale`: as in `_sum_above`.
 
     With COUNT the amount is a number of logits: a mark of k gives the k-th largest. Otherwise it is their weight: a
     mark of p times the total gives the smallest logit that top_p keeps.
@@ -202,7 +203,7 @@ def apply_filters(
 
     Kept are the logits above the bound, and in each part the first `ties` of those equal to it, all of weight `least`
     or more; `weights` are the kept weights of each part. lowest: lower bound of the listed logits. total: weight of the
-    whole row.
+    whole row. Lists, `highest` and `scale`: as in `_sum_above`.
     """
     bound = tl.full([], float("-inf"), tl.float32)
     allowed = tl.full([], VOCABULARY, tl.float32)

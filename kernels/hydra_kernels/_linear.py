@@ -57,8 +57,8 @@ def few_rows_sums(
     so that the order of sums is fixed. From 64 columns on the product is transposed, with outputs as the tensor cores'
     rows: then both operands come from shared memory.
 
-    norm: [K] or None. The one row of x is normed with these weights; then the span must be all of K. x is read once:
-    its root mean square divides the sums at the end.
+    inside: [C], False for columns to skip. norm: [K] or None. The one row of x is normed with these weights; then the
+    span must be all of K. x is read once: its root mean square divides the sums at the end.
     """
     LAST: tl.constexpr = (SPAN - 1) // DEPTH * DEPTH
     SWAPPED: tl.constexpr = column.shape[0] >= 64

@@ -120,10 +120,10 @@ def causal_conv(
 ) -> Tensor:
     """Returns silu(sum over j of weight[:, j] * x[t - K + 1 + j]) per channel, new [T, C], in float32, rounded once.
 
-    x: [T, C], rows at any stride; weight: [C, K] contiguous; states: [N, K - 1, C], a view of one layer; one dtype for
-    all three. Row r has tokens [cu_q[r], cu_q[r + 1]). Its earlier inputs are in slot reads[r] of the states, or zeros
-    if starts[r] is 0; its last K - 1 inputs are written to slot writes[r], or dropped if that is -1. cu_q: [B + 1];
-    starts, reads, writes: [B]; int64.
+    x: [T, C], rows at any stride; weight: [C, K] contiguous, K from 2 to 16; states: [N, K - 1, C], a view of one
+    layer; one dtype for all three. Row r has tokens [cu_q[r], cu_q[r + 1]). Its earlier inputs are in slot reads[r] of
+    the states, or zeros if starts[r] is 0; its last K - 1 inputs are written to slot writes[r], or dropped if that is
+    -1. cu_q: [B + 1]; starts, reads, writes: [B]; int64.
 
     tiles: [M, 2] int32, row and first token (counted in the row) of each tile of `tokens` tokens; each row has a tile
     at token 0, also if it is empty. tokens: 1 if no row has more, else TILE. Reads nothing back from the device.

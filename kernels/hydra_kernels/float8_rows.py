@@ -74,10 +74,10 @@ def round_rows(x: Tensor, width: int, group_size: int) -> tuple[Tensor, Tensor]:
     """Rounds x [M, K] of a float type, rows at any stride. Returns (numbers float8_e4m3fn [R, 2 * width], steps float32
     [R, G]), numbers in the order of the weight's words and zero-padded; x is about number * step.
 
-    width: int16 words of a row of the packed weight, 2 * width >= K. group_size: inputs that share a step, K (G = 1, R
-    = M), or 128, which divides K; then R is M rounded up to a multiple of 4 with zero rows, and steps have strides (1,
-    R), as tensor cores require. In a group with a number that is not finite, number * step is NaN; a group whose
-    magnitudes are all below 2^-100 becomes zeros.
+    width: int16 words of a row of the packed weight, a multiple of 32 with 2 * width >= K. group_size: inputs that
+    share a step, K (G = 1, R = M), or 128, which divides K; then R is M rounded up to a multiple of 4 with zero rows,
+    and steps have strides (1, R), as tensor cores require. Raises ValueError for other sizes. In a group with a number
+    that is not finite, number * step is NaN; a group whose magnitudes are all below 2^-100 becomes zeros.
     """
     check_rows("x", x)
     num_rows, num_in = x.shape

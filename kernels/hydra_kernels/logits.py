@@ -1,10 +1,10 @@
 """Logits before and after a draw: biases, penalties and masks of the rows that have them, and log probabilities.
 
-`adjust_logits` computes in float64 and rounds once; hydra_engine/worker/language/sampler.py stays in float64. Two
-tokens compare differently only if their adjusted logits are the same float32. A masked token gets the lowest finite
-number, whose weight is 0 at every temperature, so that `sample` can tell masks from rows that are not finite.
-`score_tokens` divides a row into parts: one launch lists the best logits of each, the next one merges them. Programs of
-rows that need nothing return at once in both. Does not know requests, seeds or draws.
+`adjust_logits` computes in float64 and rounds once; on a CPU adjusted logits stay float64. Two tokens compare
+differently only if their adjusted logits are the same float32. A masked token gets the lowest finite number, whose
+weight is 0 at every temperature, so that `sample` can tell masks from rows that are not finite. `score_tokens` divides
+a row into parts: one launch lists the best logits of each, the next one merges them. Programs of rows that need nothing
+return at once in both. Does not know requests, seeds or draws.
 """
 
 from __future__ import annotations

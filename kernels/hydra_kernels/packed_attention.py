@@ -104,12 +104,12 @@ def packed_attention(
     D].
 
     q, k, v: [P, H, D], rows and heads at any stride (views of one fused projection); cu_seqlens: [segments + 1] int32
-    rising from 0 to P, with no segment longer than `max_length`; empty segments are legal. one_tile: uses one
-    tile size for any `max_length`, so that a segment's result does not depend on the lengths of the others. search: for
-    segments that are mostly much shorter than `max_length`, or known to the device only: launches programs for as many
-    tiles as P rows can have, not for the longest segment times the number of segments; ignored beyond 1024 segments and
-    where that is no less. tma: uses the kernel for Hopper; the caller has checked k and v by `tma_attention.can_read`.
-    Reads nothing back from the device.
+    rising from 0 to P, with no segment longer than `max_length`, itself at most P; empty segments are legal. one_tile:
+    uses one tile size for any `max_length`, so that a segment's result does not depend on the lengths of the others.
+    search: for segments that are mostly much shorter than `max_length`, or known to the device only: launches programs
+    for as many tiles as P rows can have, not for the longest segment times the number of segments; ignored beyond 1024
+    segments and where that is no less. tma: uses the kernel for Hopper; the caller has checked k and v by
+    `tma_attention.can_read`. Reads nothing back from the device.
     """
     check_heads("q", q)
     for name, tensor in (("k", k), ("v", v)):

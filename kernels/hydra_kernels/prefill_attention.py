@@ -152,12 +152,12 @@ def prefill_attention(
 ) -> Tensor:
     """Returns softmax(scale * q K^T + causal mask) V of each request's queries over its context: contiguous [T, Hq, D].
 
-    q: [T, Hq, D], tokens and heads at any stride; request r has rows [cu_q[r], cu_q[r + 1]), at most `max_q`, the last
-    of its num_context[r] tokens. k_cache, v_cache: [N, S, Hkv, D], strided views of a block-major cache; block_tables:
-    [B, max_blocks] int32 with dense rows and arbitrary entries beyond the context; cu_q: [B + 1] and num_context: [B]
-    int32. Query head h reads KV head h // (Hq / Hkv). Rows from cu_q[B] on are not written; a query with a context of 0
-    (padding) gets zeros. out: the result's tensor, a new one by default. scales: of int8 caches, as in
-    `decode_attention`.
+    q: [T, Hq, D], tokens and heads at any stride; request r has rows [cu_q[r], cu_q[r + 1]), at most `max_q`, which is
+    at most T, the last of its num_context[r] tokens. k_cache, v_cache: [N, S, Hkv, D], strided views of a block-major
+    cache; block_tables: [B, max_blocks] int32 with dense rows and arbitrary entries beyond the context; cu_q: [B + 1]
+    and num_context: [B] int32. Query head h reads KV head h // (Hq / Hkv). Rows from cu_q[B] on are not written; a
+    query with a context of 0 (padding) gets zeros. out: the result's tensor, a new one by default. scales: of int8
+    caches, as in `decode_attention`.
 
     tma: uses the kernel for Hopper; the caller has checked the caches by `tma_attention.can_read_cache`. max_requests:
     upper bound of the requests that have queries, for steps of up to 1024 requests whose rows are known to the device

@@ -6,9 +6,9 @@ lists what a filtered row can keep, mostly a few hundred ids, and `_draw_kernel`
 by bisection over the order-preserving integers of float32.
 
 Does not know penalties, masks, seeds or logprobs. Meaning and ties are as in
-hydra_engine/worker/language/sampler.py, which computes in float64; here weights and sums are float32, in an order fixed
-by the vocabulary. Tokens differ only if `numbers`, top_p or min_p is within that rounding of the boundary between two
-tokens.
+hydra_engine/backend/reference/sampling.py, which computes in float64; here weights and sums are float32, in an order
+fixed by the vocabulary. Tokens differ only if `numbers`, top_p or min_p is within that rounding of the boundary between
+two tokens.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ def _greedy_kernel(
     VOCABULARY: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Stores the results of `greedy` for one row. A lane keeps its best value and the first column with it; lanes are
-    merged once at the end. Grid (B,)."""
+    """Stores the results of `greedy` for one row. Grid (B,)."""
     row = tl.program_id(0).to(tl.int64)
     best, place, bad = _best(logits + row * stride_row, 0, VOCABULARY, VOCABULARY, COLUMNS)
     highest = tl.max(best, axis=0)
@@ -57,8 +56,8 @@ def _greedy_kernel(
 def _best(
     logits: tl.tensor, first: tl.tensor, end: tl.tensor, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Returns, for each of COLUMNS lanes, which share columns [first, end), at most WIDTH: the largest value, the first
-    column with it, and 1 if a value is not finite, else 0."""
+    """Returns three tensors [COLUMNS]: the largest value, the first column with it, and 1 if a value is not finite,
+    else 0. Entry i is of columns first + i, first + i + COLUMNS, .. of [first, end), which has at most WIDTH."""
     best = tl.full([COLUMNS], float("-inf"), tl.float32)
     place = tl.zeros([COLUMNS], tl.int32)
     bad = tl.zeros([COLUMNS], tl.int32)

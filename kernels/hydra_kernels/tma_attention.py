@@ -23,8 +23,8 @@ _ALIGNMENT = 16  # bytes, of a descriptor's address and strides
 
 
 def can_read(*tensors: Tensor) -> bool:
-    """True if the kernels of this module can read all tensors [.., D]: 16-bit, on a Hopper GPU, with a padded D of at
-    most TMA_WIDTH, addresses and strides of whole 16 bytes."""
+    """True if the kernels of this module can read all tensors [.., D]: 16-bit, on a Hopper GPU or on the host, with a
+    padded D of at most TMA_WIDTH, addresses and strides of whole 16 bytes."""
     return all(
         x.dtype.itemsize == 2
         and sum(split_head_dim(x.shape[-1])) <= TMA_WIDTH
@@ -147,8 +147,8 @@ def prefill_tma_kernel(
     STAGES: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> None:
-    """Computes what `prefill_attention._prefill_kernel` does, with the same arguments and grid but no SEARCH. KEYS
-    divides BLOCK_SIZE."""
+    """Computes what `prefill_attention._prefill_kernel` does without scales and SEARCH, with its other arguments and
+    its grid. KEYS divides BLOCK_SIZE."""
     head, request = tl.program_id(1), tl.program_id(2)
     begin = tl.load(cu_q + request)
     num_rows = (tl.load(cu_q + request + 1) - begin) * GROUP

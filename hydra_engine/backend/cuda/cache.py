@@ -5,8 +5,7 @@ and rows in host memory are checked before the launch and sent along. Slots and 
 checked them once per step (`step_indices`) and use them in every layer: a kernel skips what is out of range, and the
 next call, or `_C.cuda_check_faults`, raises ValueError (with HYDRA_CUDA_SYNC=1 the call itself). Pairs of blocks are in
 host memory. An int8 cache is written by Triton, which skips such slots without a report; its blocks are copied by the
-extension.
-Does not know which ops exist; allocates results with torch.
+extension. Does not know which ops exist; allocates results with torch.
 """
 
 from __future__ import annotations

@@ -132,8 +132,8 @@ class PeerPools:
     def open(self, packed: bytes, num_bytes: int, device: int) -> OpenedPool:
         """Maps a peer's pool by its `DevicePool.handle` and size, or returns the present mapping.
 
-        Raises TransferError if the handle is malformed or of this process, if its pool was closed or cannot be mapped,
-        or if size or device differ from those of the present mapping.
+        Raises TransferError if the handle is malformed or of this process, if its pool was closed or cannot be mapped
+        with this size, or if size or device differ from those of the present mapping.
         """
         if len(packed) != _PACKED.size or num_bytes <= 0:
             raise TransferError(
