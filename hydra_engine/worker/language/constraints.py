@@ -101,8 +101,8 @@ class Constraints:
 
     def constraint_of(self, request: Request) -> GrammarConstraint | None:
         """The constraint of a request; None without a grammar, and for encode jobs, which have no prompt. If its
-        grammar is yet to be compiled, a `ReadyResult` of the request follows: either the constraint is ready then, or
-        the result has the error. Raises Unavailable if too many grammars wait."""
+        grammar is yet to be compiled, a `ReadyResult` of the request follows unless it is forgotten first: either the
+        constraint is ready then, or the result has the error. Raises Unavailable if too many grammars wait."""
         grammar = request.sampling.grammar
         if grammar is None or not request.num_prompt:
             return None
@@ -152,8 +152,8 @@ class Constraints:
     # ---- in the compiler's thread
 
     def _compile_all(self) -> None:
-        """Compiles the waiting grammars for which there is memory, then returns freed memory to the system if it is
-        much."""
+        """Compiles the waiting grammars for which there is memory, then returns freed memory to the system if that is
+        TRIM_BYTES or more."""
         while not self._closed and self._compile_next():
             pass
         if self._freed_bytes >= TRIM_BYTES:
@@ -254,7 +254,7 @@ class GrammarConstraint:
         self._compiled, self._matcher = compiled, compiled.matcher.copy()
 
     def end(self) -> None:
-        """Frees the compiled grammar. The constraint must not be used afterwards."""
+        """Drops the matcher and the references to the compiled grammar. The constraint must not be used afterwards."""
         self._compiled = self._matcher = self._prepared = None
 
     @property
@@ -342,9 +342,10 @@ class MaskTurns:
         self._step = 0
 
     def deferred(self, plan: LanguagePlan, failed_rows: Collection[int]) -> list[int]:
-        """Defers rows whose grammar masks exceed the step's budget. Returns them with the rows planned after an earlier
-        deferral, ascending, without `failed_rows`. The masks of other rows are computed now or, with `expected_only`,
-        possibly left to the sampler. Call it after `SlotTable.begin_step`."""
+        """Defers rows of `SlotTable.deferrable` for whose masks the step's budget does not suffice. Returns them with
+        the rows planned after an earlier deferral, ascending, without `failed_rows`. The masks of the other deferrable
+        rows are computed now or, with `expected_only`, possibly left to the sampler. Call it after
+        `SlotTable.begin_step`."""
         table = self._slot_table
         rows = [row for row in table.deferrable(plan) if row not in failed_rows]
         if not rows:
@@ -406,8 +407,8 @@ class MaskTurns:
         return list(left)
 
     def _prepare(self, mask: _Mask) -> float:
-        """Computes the mask and returns the processor seconds that it took. An error is logged, and raised again when
-        the row is sampled."""
+        """Computes the mask and returns the processor seconds that it took. Drops its error, logged as `run_guarded`
+        does: it is raised again when the row is sampled."""
         began_s = self._clock()
         run_guarded("a mask", mask.prepare)
         return self._clock() - began_s

@@ -688,8 +688,8 @@ class StepGraphs:
         self.mixed = MixedGraphs(parts, slot_table, self.special, mixed_sizes, max_model_len)
 
     def prepare(self) -> None:
-        """Allocates the inputs of all graphs; drops sizes that cannot be captured. Call it before `wanted` and the
-        first capture."""
+        """Allocates the inputs of the steps' graphs (those of special rows: at the first capture) and drops sizes that
+        cannot be captured. Call it before `wanted` and the first capture."""
         self.decodes.prepare()
         self.mixed.prepare()
 

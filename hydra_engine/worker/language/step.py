@@ -323,7 +323,7 @@ class LanguageStep:
         scoring: PromptScoring | None,
         beside: Sequence[npt.NDArray[np.generic]] = (),
     ) -> tuple[LanguageInput, tuple[Tensor, ...]]:
-        """Sends the inputs of a step op by op; returns as `sent_input`."""
+        """Sends the inputs of a step that is launched op by op, and returns what `sent_input` does."""
         parts = self._parts
         return sent_input(
             plan,

@@ -72,7 +72,7 @@ def encode_graphs(
     model: ServedModel, backend: Backend, cache: PagedCache, config: EngineConfig, largest: int, *, pauses: bool
 ) -> tuple[EncodeGraphs | None, str]:
     """Returns (the graphs to capture, ""), or (None, the reason for the user); no reason if `enforce_eager` is set.
-    `pauses`: encodes wait for language steps."""
+    `largest`: patches of the largest encode. `pauses`: encodes wait for language steps."""
     tower = model.tower
     if config.enforce_eager:
         return None, ""
