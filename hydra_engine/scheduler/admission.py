@@ -24,7 +24,8 @@ class Limits:
 
 def check_fits(request: Request, limits: Limits, stages: Role | None = None) -> None:
     """Raises Unavailable if the role lacks one of these stages (None: all of the role), InvalidRequest if the prompt is
-    empty, and RequestTooLarge if the stages cannot run to their end even alone on this instance."""
+    empty and not only images are encoded (E), and RequestTooLarge if the stages cannot run to their end even alone on
+    this instance."""
     stages = limits.role if stages is None else stages
     if stages & limits.role != stages:
         raise Unavailable(

@@ -56,14 +56,14 @@ class StepBudget(NamedTuple):
     vision_s: float  # seconds that the vision lane may run beside it; infinite: no limit
     tpot_limit_s: float = math.inf  # tightest TPOT limit among its decodes
     target_s: float = math.inf  # longest duration, with the pause before it; above `tpot_limit_s`: stretched
-    planned_s: float = 0.0  # the cost surface's uncorrected prediction for a step that uses all of it
+    planned_s: float = 0.0  # the cost surface's uncorrected prediction for a step that uses all of it; 0.0: none
     more_tokens: bool = False  # more prefill waits than the step may hold
     more_vision: bool = False  # more images wait than can be encoded beside it
     partition: int = 0  # see `LanguagePlan.partition`
 
     def is_used_up(self, tokens: int, vision_s: float) -> bool:
-        """True if more work waited than the step may hold, and a step with these amounts used up the limit of each kind
-        of which more waited: all prefill tokens, `USED` of the seconds of vision."""
+        """True if prefill or images had to wait (`more_tokens`, `more_vision`), and `tokens` of prefill and `vision_s`
+        seconds of vision reached the step's limit for each of the two that had to: for vision, `USED` of its limit."""
         tokens_used = tokens >= self.tokens or not self.more_tokens
         vision_used = vision_s >= USED * self.vision_s or not self.more_vision
         return (self.more_tokens or self.more_vision) and tokens_used and vision_used
@@ -89,8 +89,9 @@ class Budgets:
         self, pending: PendingWork, requests: RequestTable, ready: ReadyDecodes, due: RequestState | None
     ) -> PendingWork:
         """The pending work with the latency limits of the requests; unchanged here, where nothing reads them. Called
-        before `step_budget` while some request has a limit. `ready`: the decodes of the step. `due`: the request whose
-        first token has the earliest deadline that has not passed; None if there is none."""
+        before `step_budget` while a decode has a TPOT limit or a first token a deadline. `ready`: the decodes of the
+        step. `due`: the request whose first token has the earliest deadline that has not passed; None if there is
+        none."""
         return pending
 
     def step_budget(self, pending: PendingWork) -> StepBudget:

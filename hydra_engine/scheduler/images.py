@@ -134,7 +134,7 @@ class ImageTracker:
 
     def end_image_waits(self, users: Iterable[RequestState], own: Container[RequestId], now: float) -> None:
         """Ends the image wait in the timelines of those `users` of features that wait for no more images. Leaves out
-        ended requests and `own`, whose encode is recorded itself."""
+        ended requests and those in `own`, for which the encode itself is recorded."""
         for state in users:
             if state.request.id not in own and state.ending is None and not state.waits_for_images:
                 self.end_image_wait(state, now)
@@ -168,8 +168,8 @@ class ImageTracker:
         return self._features.need((state.request.id, index), state.image_keys[index], num_tokens)
 
     def _begin_image_wait(self, state: RequestState, index: int, now: float) -> None:
-        """Records times: an image of the request waits for features from now on. Called before its progress is set to
-        WAITING."""
+        """Records that an image of the request waits for features from `now` on; in the timeline only if it is encoded
+        here. Called before its progress is set to WAITING."""
         if ImageProgress.WAITING not in state.images:
             state.image_wait_since_s = now
         if index not in state.external_images:

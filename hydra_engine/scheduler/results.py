@@ -114,8 +114,8 @@ class ResultProcessor:
     def on_language(
         self, plan: LanguagePlan, result: LanguageResult
     ) -> tuple[list[RequestMessage], list[RequestState]]:
-        """Applies tokens, progress and failures. Returns the messages, and the requests for `finish`: all of the plan
-        that have ended, before or now, and those of deferred decodes."""
+        """Applies tokens, progress and failures. Returns the messages, and requests for `finish`, among them all of the
+        plan that have ended, before or now."""
         failures, deferred = dict(result.failures), set(result.deferred)
         output = _StepOutput(result.ended_s, dict(result.logprobs))
         ended = self._decodes(plan, result, failures, output) if len(plan.decodes) else []
@@ -186,8 +186,8 @@ class ResultProcessor:
     def _decodes(
         self, plan: LanguagePlan, result: LanguageResult, failures: dict[int, ErrorInfo], output: _StepOutput
     ) -> list[RequestState]:
-        """Applies the results of the decode rows to `output` and the requests. Returns the requests that have ended,
-        before or now, and those of deferred rows."""
+        """Applies the results of the decode rows to `output` and the requests. Returns the requests that their new
+        token ends, and those of all rows without a new token: ended, moved on or deferred."""
         rows, requests, table = plan.decodes, self._requests, self._requests.decodes
         for row, error in failures.items():
             if row < len(rows) and table.is_member(int(rows.seq_slots[row])):

@@ -101,10 +101,10 @@ class BlockSearch:
         step: OpenStep | None,
         next_victim: Callable[[], RequestState | None],
     ) -> list[int] | None:
-        """Returns the request's cached blocks, possibly [], if there are a free slot and enough free blocks for
-        `num_tokens` positions, else None. Allocates nothing. In a `step` it first preempts `next_victim()` until there
-        are, or until that is None or must not be preempted; earlier victims stay preempted. Raises NeedsResult instead
-        in a step planned ahead."""
+        """Returns the request's cached blocks, possibly [], if a slot and enough blocks for `num_tokens` positions are
+        free, else None. Allocates nothing. In a `step` it first preempts `next_victim()` until they are, or until that
+        is None or must not be preempted; earlier victims stay preempted. Raises NeedsResult instead in a step planned
+        ahead."""
         pool, reserve = self._kv.pool, len(self._requests.decoding)
         cached: list[int] | None = None
         while True:
@@ -171,7 +171,8 @@ class PrefillStarter(BlockSearch):
     def _try_start(self, state: RequestState, step: StepBuilder, num_early: int) -> bool | None:
         """Starts a request if it can: it adopts its cached blocks and gets those of its first chunk, or of all
         positions if it was preempted before or does not decode here. True: started. False: too few free slots or
-        blocks. None: it waits for images and cannot start early. Sets the cause of a wait for blocks.
+        blocks. None: it waits for images, and may not start early or, without the right to preempt, finds too few.
+        Sets the cause of its wait if it found too few.
 
         Cached blocks may reach up to an image without features. Then there is no chunk yet, but the features of images
         before it are freed, for whose blocks this image may be waiting.
@@ -329,8 +330,7 @@ class LanguagePlanner:
         of prefills without a chunk. Stops at the first one for whose chunk too few blocks are free, and returns it;
         None if there is none.
 
-        A prefill with more to compute uses up the budget: if budget is left for a start, all running prefills have the
-        blocks that they need. A stalled prefill reserves nothing and delays no other.
+        A stalled prefill reserves nothing and delays no other.
         """
         for state in sorted(self._requests.prefilling, key=lambda state: not state.is_one_token_short):
             if state not in self._requests.prefilling:
