@@ -91,8 +91,8 @@ class Timeline:
         self._encode_since_s = ended_s if more else None
 
     def end_encode_wait(self, now: float) -> None:
-        """Ends and records the wait for an encode, if one is open, without an encode: the last image was encoded for
-        another request, or its KV is cached."""
+        """Ends the wait for an encode, if one is open, without an encode, and records it unless shorter than
+        `MIN_WAIT_S`: the last image was encoded for another request or is loaded, or its KV is cached."""
         if self._encode_since_s is not None and now - self._encode_since_s >= MIN_WAIT_S:
             self._add("encode_wait", self._encode_since_s, now, lane="vision", cause="shared")
         self._encode_since_s = None
@@ -153,8 +153,8 @@ class Timeline:
         self._wait_stage, self.cause = "preempted", "kv blocks"
 
     def close(self, now: float) -> tuple[StageSpan, ...]:
-        """Records the open waits; returns all spans in order of start, in monotonic seconds. The request must have left
-        the table of decodes, which adds its decode span."""
+        """Records the open waits unless shorter than `MIN_WAIT_S`; returns all spans in order of start, in monotonic
+        seconds. The request must have left the table of decodes, which adds its decode span."""
         if self._encode_since_s is not None and now - self._encode_since_s >= MIN_WAIT_S:
             self._add("encode_wait", self._encode_since_s, now, lane="vision", cause="queue")
         self._end_wait(now)

@@ -118,8 +118,9 @@ class PeerConnector(Connector):
     # ---- decodes lent by other instances
 
     def set_role(self, role: Role) -> None:
-        """Lets an instance that encodes and decodes borrow decodes from others while it has nothing to encode
-        (HeteroServe, section 5.3). If it does not prefill, its vision steps are planned before its language steps."""
+        """Lets borrowed decodes wait for encodes (`language_due_s`) on an instance that encodes and decodes: it borrows
+        them while it has nothing to encode (HeteroServe, section 5.3). If it does not prefill, its vision steps are
+        planned before its language steps."""
         self._may_borrow = Role.E in role and Role.D in role
         self.vision_first = self._may_borrow and Role.P not in role
 
@@ -215,7 +216,7 @@ class PeerConnector(Connector):
         self, step_id: StepId, now: float, *, valid: bool, started_s: float, ended_s: float
     ) -> list[RequestMessage]:
         """Records the end of a pull. Returns the Finished of its request if that has ended and no other plan names it.
-        Not `valid`: its offer was withdrawn before the copy ended, or the bytes were wrong."""
+        Not `valid`: the copy failed, or its offer ended before it."""
         state = self.pulls.end(step_id, now, valid=valid, started_s=started_s, ended_s=ended_s)
         return self._finish([state], now)
 
@@ -226,8 +227,8 @@ class PeerConnector(Connector):
             self._block_s = block_s if not self._block_s else self._block_s + _NEW_SHARE * (block_s - self._block_s)
 
     def take_events(self) -> list[RemoteEvent]:
-        """Removes and returns the events for other instances since the last call, in order, with the Finished of
-        requests that departed during planning."""
+        """Removes and returns the events for other instances since the last call, in order, NeedImages last; among
+        them the Finished of requests that departed during planning."""
         return self._events.take()
 
 

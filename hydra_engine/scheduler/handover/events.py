@@ -65,8 +65,8 @@ RemoteEvent = OfferEvent | NeedImages | NeedDecoder | Finished
 
 
 class RemoteEvents:
-    """The events since the last `take`, in order. Images that need an encode elsewhere are collected: one NeedImages
-    names those of a request."""
+    """The events since the last `take`, in order. Images that need an encode elsewhere are collected, to be named last,
+    by one NeedImages for each request."""
 
     def __init__(self) -> None:
         self._events: list[RemoteEvent] = []

@@ -31,7 +31,8 @@ _KV = -1  # key of the KV in `HandoverState.offered_s`; keys from 0 are images
 
 class Offers:
     """The offers of this instance. Methods with a `request_id` ignore unknown ids and ended requests. Those that return
-    messages return the messages of a request that they ended, [] if they ended none."""
+    messages return the Finished of a request that they ended: [] if they ended none, or if a plan in flight names it,
+    with whose result the Finished comes then."""
 
     def __init__(self, requests: RequestTable, events: RemoteEvents, finish: Finish) -> None:
         self._requests = requests
@@ -42,8 +43,8 @@ class Offers:
 
     def offer_kv(self, state: RequestState, now: float, *, ends: bool, earlier: tuple[int, ...] | None = None) -> None:
         """Offers the full blocks computed since the last call, if any. With `ends`, also offers the last, partly filled
-        one and names the latest token; the request is then parked until its KV is fetched. `earlier`: the generated
-        tokens before the latest one, if the decoding instance may not know them."""
+        one and names the latest token; the request is then parked until its KV is fetched, refused or given up.
+        `earlier`: the generated tokens before the latest one, if the decoding instance may not know them."""
         kv, table = self._requests.kv, self._requests.kv.tables[state.request.id]
         handover = handover_of(state)
         stop = kv.blocks_for(state.num_prefilled) if ends else state.num_prefilled // kv.block_size
@@ -58,7 +59,8 @@ class Offers:
             self._requests.requeue(state)
 
     def _kv_end(self, state: RequestState, earlier: tuple[int, ...] | None) -> KvEnd:
-        """The end of the request's KV, with the times of its tokens so far."""
+        """The point at which the target continues: number of tokens with KV, the latest token, which has none, and the
+        times of the tokens so far. `earlier`: as in `offer_kv`."""
         timeline = self._requests.timelines[state.request.id]
         times = timeline.last_token_s, timeline.first_token_s, timeline.late_gaps
         return KvEnd(state.num_prefilled, state.generated[-1], *times, earlier)
@@ -71,8 +73,8 @@ class Offers:
         handover.num_offered, handover.offers_all = 0, False
 
     def update_features(self, job: RequestState, index: int, now: float) -> None:
-        """Offers the features of an encode job's image once they are encoded. Ends the offer when they were fetched or,
-        with a FeaturesGoneEvent, evicted."""
+        """Offers the features of an encode job's image once they are encoded. Ends the offer when they were fetched or
+        refused or, with a FeaturesGoneEvent, evicted."""
         progress, features = job.images[index], self._requests.features
         request_id, num_tokens = job.request.id, job.request.images[index].num_tokens
         offered_s = handover_of(job).offered_s
@@ -95,7 +97,8 @@ class Offers:
     # ---- how a request leaves
 
     def release_features(self, request_id: RequestId, image_index: int, now: float) -> list[RequestMessage]:
-        """Ends the offer of features that were fetched or refused and, with its last image, the job as MOVED."""
+        """Ends the offer of features that were fetched or refused and, with its last image, the job as MOVED. Ignores
+        a request that is no encode job."""
         state = self._live(request_id)
         if state is None or not state.is_encode_job or not self._requests.images.release(state, image_index, now):
             return []
@@ -123,8 +126,8 @@ class Offers:
 
     def hand_over(self, request_id: RequestId, now: float) -> bool:
         """Offers the KV of a running decode, so that another instance continues it after its latest token; from now on
-        it does not decode here. False, without any change, if it is not decoding here, or if its sampling depends on
-        counts of earlier tokens, which the other instance has not all seen."""
+        it does not decode here. False, without any change, if it is not decoding here, or if its sampling needs the
+        history of its tokens (penalties or a grammar)."""
         state = self._live(request_id)
         if state is None or state.phase is not RequestPhase.DECODING or state.request.sampling.needs_history:
             return False

@@ -49,8 +49,8 @@ class RemoteImages:
             self._refuse(state, index)
 
     def on_offer(self, request_id: RequestId, index: int, offer: int) -> None:
-        """Records that features of a remote image can be pulled, or refuses them if the image is not remote, needs no
-        features now, or its request has ended. `offer`: the caller's number, as in the plan of the pull.
+        """Records that features of a remote image can be pulled, or refuses them if the image is not remote, has or
+        needs no features, or its request has ended. `offer`: the caller's number, as in the plan of the pull.
 
         Several instances may offer an image, and all but one may be about to withdraw, so no offer is refused before
         the features are here.
@@ -128,7 +128,7 @@ class Pulls:
     def on_kv_offer(self, request_id: RequestId, offer: int, num_blocks: int, end: KvEnd | None) -> None:
         """Records that the first `num_blocks` of a request's KV can be pulled; called again as there are more, the last
         time with `end`. Another offer replaces an earlier one, whose copied blocks are freed. Refuses the offer if the
-        request waits for no KV or has ended."""
+        request waits for no KV or has ended; only after its copy, if that is in flight."""
         state = self._requests.states.get(request_id)
         remote_kv = None if state is None else remote_kv_of(state)
         if state is None or remote_kv is None or state.ending is not None:
@@ -143,7 +143,8 @@ class Pulls:
         self._requests.requeue(state)
 
     def on_kv_offer_gone(self, offer: int) -> None:
-        """Removes an offer that was withdrawn. Ignores unknown offers."""
+        """Removes an offer that was withdrawn; the blocks pulled from it are freed as soon as no copy is in flight.
+        Ignores unknown offers."""
         state = self.kv_offers.get(offer)
         if state is not None:
             self._drop_offer(state)
@@ -266,6 +267,7 @@ class Pulls:
         return PullPlan(self._step_id(), offer, state.request.id, index, 0, block_ids, last=True)
 
     def _step_id(self) -> StepId:
+        """Returns a new step id; pulls have their own."""
         self._next_step += 1
         return StepId(self._next_step)
 

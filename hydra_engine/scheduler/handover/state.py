@@ -37,7 +37,7 @@ class RemoteKv:
     end: KvEnd | None = None  # with it, nothing more will be offered
     num_copied: int = 0
     copied_offer: int | None = None  # the offer that a copy in flight belongs to
-    preempt_after_copy: bool = False  # an older request needs the blocks as soon as no copy is in flight
+    preempt_after_copy: bool = False  # another request needs the blocks as soon as no copy is in flight
 
 
 @dataclass(slots=True, eq=False)

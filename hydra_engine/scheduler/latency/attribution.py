@@ -175,8 +175,9 @@ class StepHistory(StepObserver):
         self, request_id: RequestId, since_s: float, until_s: float, tpot_limit_s: float
     ) -> tuple[DelayCause, ...]:
         """The causes, the largest first and at least one, of the time between a request's token at `since_s` and its
-        next one at `until_s`, which is longer than `tpot_limit_s`. The last step in the gap computed the token; its
-        decodes' own time is left out if it is within the limit. Together with that time the causes sum to the gap."""
+        next one at `until_s`, which is longer than `tpot_limit_s`. Of more than `MAX_PARTS` the smaller ones are merged
+        by kind, without request. The last step in the gap computed the token; its decodes' own time is left out if it
+        is within the limit. Together with that time the causes sum to the gap."""
         away = self._absence(request_id, since_s, until_s)
         question = since_s, until_s, tpot_limit_s, self._serial
         answer = self._answer

@@ -226,7 +226,8 @@ class LatencyBudgets(Budgets):
 
     def _on_partition(self, pending: PendingWork, whole: StepBudget, want: int) -> StepBudget:
         """The budget on the partition that `PartitionChoice` chooses; `whole` is the one on the undivided device. While
-        no image waits, returns `whole` on the latest partition. Another partition changes the image budget."""
+        no image waits or is encoded, returns `whole` on the latest partition. Another partition changes the image
+        budget."""
         before = self._choice.partition
         if not self._surface.splits or not pending.encode_patches:
             return whole._replace(partition=before) if before else whole
@@ -339,7 +340,8 @@ class LatencyBudgets(Budgets):
         return max(1, min(efficient, short, highest))
 
     def on_vision(self, load: VisionLoad) -> None:
-        """Updates the image budget if the pairs per patch, which grow with pictures, differ by over 10 %."""
+        """Updates the image budget if the step's pairs per patch, which are more in larger pictures, differ by over
+        10 % from those that it was computed with."""
         pairs = load.pairs / max(1, load.num_patches)
         if not math.isclose(pairs, self._pairs_per_patch, rel_tol=0.1):
             self._pairs_per_patch = pairs
