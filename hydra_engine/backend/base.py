@@ -402,8 +402,8 @@ class Ops(Protocol):
 
     # ---- products with the op that follows; `weights` are one weight, or parts whose outputs are concatenated
     def linear_act_and_mul(self, x: Tensor | DeferredNorm, weights: Sequence[PackedLinear], act: Activation) -> Tensor:
-        """Returns `act_and_mul(linear(x), act)`, [T, F], of the 2 * F outputs of `weights`; x: [T, K]. A deferred norm
-        is applied to x first."""
+        """Returns `act_and_mul(linear(x), act)`, [T, F], of the 2 * F outputs of `weights`; x: [T, K]; act: any but
+        "none". A deferred norm is applied to x first."""
         ...
 
     def linear_rope_and_write(
@@ -451,7 +451,8 @@ class Ops(Protocol):
         ...
 
     def act_and_mul(self, gate_up: Tensor, act: Activation) -> Tensor:
-        """Returns act(gate) * up, [T, F], act(gate) rounded before the product; gate_up: [T, 2 * F], gate first."""
+        """Returns act(gate) * up, [T, F], act(gate) rounded before the product; gate_up: [T, 2 * F], gate first; act:
+        any but "none"."""
         ...
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -464,11 +465,12 @@ class Ops(Protocol):
 
     def gated_rms_norm(self, x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
         """Returns rms_norm(x) * silu(gate), [T, H, D]: the norm is rounded, silu stays float32, the product is rounded.
-        x, gate: [T, H, D]; weight: [D] of x's dtype, for all heads."""
+        x, gate: [T, H, D], tokens and heads at any stride; weight: [D] of x's dtype, for all heads."""
         ...
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Returns x * sigmoid(gate), computed in float32 and rounded once: x, gate [T, H, D]."""
+        """Returns x * sigmoid(gate), computed in float32 and rounded once; x, gate: [T, H, D], tokens and heads at any
+        stride."""
         ...
 
     # ---- recurrent states
@@ -629,7 +631,7 @@ class Ops(Protocol):
         ...
 
     def sample(self, logits: Tensor, sampling: SamplingTensors) -> tuple[Tensor, Tensor]:
-        """Draws one token per row of logits [B, V] float32, on a CPU also float64 if the numbers of `sampling` are.
+        """Draws one token per row of logits [B, V] float32, on a CPU also float64 if the floats of `sampling` are.
         Returns (tokens [B] int64, finite [B] bool).
 
         The token is the first at which the cumulative sum of the filtered distribution, in vocabulary order, exceeds

@@ -60,8 +60,8 @@ def create_backend(
     model's `shapes`, which are needed for nothing else. profiles: folder where measurements are kept, None to keep
     none. for_this_thread: also sets thread counts and GPU of the calling thread, so that loading weights uses them.
 
-    Raises ConfigError for a wrong argument, and BackendError if a device or backend asked for by name cannot be used or
-    the GPU not be divided.
+    Raises ConfigError for a wrong device, backend, lane_priority, sm_split or HYDRA_MAX_CPU_ISA, and BackendError if a
+    device or backend asked for by name cannot be used or the GPU not be divided.
 
         backend = create_backend("cpu", torch.float32, threads=2)
     """

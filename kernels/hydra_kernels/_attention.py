@@ -63,7 +63,7 @@ def store_parts(
 def tile_of_segment(
     cu_seqlens: tl.tensor, num_segments: tl.tensor, ROWS: tl.constexpr, SEARCH: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Returns (segment, its first row) of this program's tile, by axes 2 and 0 of the grid.
+    """Returns (segment of this program's tile, the tile's first row in it), by axes 2 and 0 of the grid.
 
     With SEARCH, a power of two of at least `num_segments`, axis 0 enumerates the tiles of all segments; a program after
     the last tile gets a row beyond every segment's end.

@@ -49,11 +49,11 @@ def merge(
     PADDED: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
-    """Writes the average of the splits' results, weighted by their softmax totals, for the GROUP query heads, out of a
-    tile of ROWS, of one request and KV head (`group` numbers these); STEP splits at a time. A context of 0 gives zeros.
+    """Writes the result of one request and KV head, number `group` of all such pairs, for its GROUP query heads: the
+    average of the splits' results, weighted by their softmax totals, STEP splits at a time. A context of 0 gives zeros.
 
-    partial: [.., num_splits, D]; log_totals: [.., num_splits], in base 2, read only for splits that have keys. PADDED:
-    the least power of two >= D.
+    ROWS: GROUP rounded up to a tile. partial: [.., num_splits, D]; log_totals: [.., num_splits], in base 2, read only
+    for splits that have keys. PADDED: the least power of two >= D.
     """
     member = tl.arange(0, ROWS)
     place = group * GROUP + member

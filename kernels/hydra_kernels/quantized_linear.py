@@ -100,7 +100,7 @@ def _words(values: Tensor, num_bits: int, part: int, width: int) -> Tensor:
 @triton.jit
 def _fields(words: tl.tensor, SHIFT: tl.constexpr, MASK: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
     """128 (bfloat16) or 1024 (float16) + (words >> SHIFT & MASK), two words at once: the field becomes the lowest bits
-    of the fraction. MASK has at most 7 bits, or is 128 alone, which doubles 128."""
+    of the fraction. MASK: at most 7 bits, or bit 128 alone, which raises bfloat16's exponent and so adds 128 too."""
     BASE: tl.constexpr = 0x43004300 if DTYPE.is_bf16() else 0x64006400
     MASKS: tl.constexpr = MASK * 0x10001
     fields = tl.inline_asm_elementwise(

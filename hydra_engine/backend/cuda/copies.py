@@ -129,7 +129,7 @@ class Sender(threading.local):
 
 class CudaFetch:
     """`Fetch` of backend/device.py: copies to pinned memory, started on the calling thread's current stream. Raises
-    ValueError for a dtype that numpy does not have."""
+    ValueError for a dtype that is not in _DTYPES."""
 
     def __init__(self, device: torch.device, tensors: Sequence[Tensor]) -> None:
         for index, tensor in enumerate(tensors):

@@ -151,8 +151,8 @@ class CudaDevice:
         return self._sender.send(arrays)
 
     def fetch(self, tensors: Sequence[Tensor]) -> Fetch:
-        """Starts to copy tensors to pinned host memory, after all work on the current stream. Raises ValueError for a
-        dtype that numpy does not have."""
+        """Starts to copy tensors to pinned host memory, after all work on the current stream. Raises ValueError as
+        `CudaFetch`."""
         return CudaFetch(self.torch_device, tensors)
 
     def mark(self) -> Mark:

@@ -266,8 +266,8 @@ class FlashPlan:
 
 
 class Wrappers:
-    """FlashInfer wrappers of one kind in one lane, at most `count`, each with its last plan. The least recently used
-    one plans next."""
+    """FlashInfer wrappers with equal options in one lane, at most `count`, each with its last plan. The least recently
+    used one plans next."""
 
     def __init__(self, make: Callable[[], Any], count: int) -> None:
         self._make = make

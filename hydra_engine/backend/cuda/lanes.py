@@ -27,8 +27,8 @@ BEGINS_EARLY = (9, 0)
 
 
 def priorities(lane_priority: str, capability: tuple[int, int] | None) -> dict[str, int]:
-    """Stream priorities of the lanes on such a GPU, 0 for a lane that is not named. lane_priority: a key of PRIORITIES.
-    capability: None if there is no GPU.
+    """Stream priorities of the lanes on a GPU of this capability, 0 for a lane that is not named. lane_priority: a key
+    of PRIORITIES. capability: None if there is no GPU.
 
     Empty without a GPU, and from BEGINS_EARLY on: with programmatic dependent launch, programs of the lane's next
     kernel would always be ready and take every free place, so that an encode beside steps of 8 requests took 15 times
