@@ -51,7 +51,8 @@ def few_rows_sums(
     DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> tl.tensor:
-    """x [num_rows, K] @ weight[column]^T over inputs first to first + SPAN: [ROWS, C] float32, ROWS 1 or a tile.
+    """Returns x [num_rows, K] @ weight[column]^T over inputs first to first + SPAN: [ROWS, C] float32, ROWS 1 or a
+    tile.
 
     The weights of the last DEPTH inputs are loaded before the wait for the previous kernel, and multiplied at the end,
     so that the order of sums is fixed. From 64 columns on the product is transposed, with outputs as the tensor cores'

@@ -186,7 +186,7 @@ class ControlWords(_Words):
         return self._pool.descriptor
 
     def store(self, slot: int, word: int) -> None:
-        """Stores a word before all later writes of this thread (a full fence). Raises ValueError for a wrong slot."""
+        """Stores a word before all later writes of this thread. Raises ValueError for a wrong slot."""
         self._store(self._address(slot), word)
 
 

@@ -507,7 +507,7 @@ def _check_slots(slots: Tensor, cache: PagedCache) -> None:
 
 
 def _check_range(name: str, indices: Tensor, size: int, least: int = 0) -> None:
-    """Requires indices from `least` to `size` - 1. Raises ValueError with `name`."""
+    """Requires indices from `least` to `size` - 1. Raises ValueError that names `name`."""
     if indices.numel() and (int(indices.min()) < least or int(indices.max()) >= size):
         raise ValueError(
             f"{name}: expected {least} to {size - 1}, got values from {int(indices.min())} to {int(indices.max())}"
