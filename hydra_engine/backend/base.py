@@ -271,7 +271,7 @@ class Adjustments(NamedTuple):
 
 
 class DeltaInputs(NamedTuple):
-    """Inputs of the gated delta rule for T tokens; Hv is a multiple of Hk.
+    """Inputs of the gated delta rule for T tokens; Hv is a multiple of Hk, Dk at most 512.
 
     A token decays the state by exp(-exp(rates) * softplus(a + shift)) (`A_log` and `dt_bias` of checkpoints) and is
     written with beta = sigmoid(b), rounded to b's dtype.
@@ -495,7 +495,7 @@ class Ops(Protocol):
         """Returns silu(sum over j of weight[:, j] * x[t - K + 1 + j]), [T, channels], j from 0 to K - 1.
 
         Inputs before a row's first token come from its state, zeros at the start of a request. x: [T, channels];
-        weight: [channels, K] contiguous of x's dtype. Updates `cache.conv`.
+        weight: [channels, K] contiguous of x's dtype, K from 2 to 16. Updates `cache.conv`.
         """
         ...
 
