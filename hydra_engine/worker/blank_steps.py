@@ -23,8 +23,8 @@ from hydra_engine.worker.language.sampler import WORDS, SpecialTensors, sample_s
 
 
 def blank_pictures(item: ItemPlan, source: tuple[int, int], count: int, device: torch.device) -> VisionInput:
-    """Input of `count` zero pictures of `source` size (width, height), preprocessed to `item`; their features are not
-    written."""
+    """Input of `count` spans as planned by `item`, pixels 0, each of a picture of `source` size (width, height); their
+    features are not written."""
     shape = (item.num_pictures, item.height, item.width, 3)
     pixels = tuple(torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(count))
     slots = torch.full((count * item.num_tokens,), -1, dtype=torch.int64, device=device)
@@ -107,9 +107,9 @@ _MAX_TOKENS = 16  # of the prefill, and before the decode
 def warm_vision(
     model: ServedModel, vision: VisionSpec, cache: PagedCache, device: torch.device, *, whole: bool
 ) -> None:
-    """Encodes one dummy picture. Unless `whole`, computes only the tower's first layer, for devices where the first
-    call of an op costs about as much as any other: a tower takes seconds there, and later layers call the same ops.
-    Does nothing for a tower whose pictures the family's own processor plans."""
+    """Encodes the first span of a dummy picture. Unless `whole`, computes only the tower's first layer, for devices
+    where the first call of an op costs about as much as any other: a tower takes seconds there, and later layers call
+    the same ops. Does nothing for a tower whose pictures the family's own processor plans."""
     if vision.processor is not None:
         return  # its pictures are made elsewhere, and loading has run the tower on one
     item = vision.plan_image(_SIDE, _SIDE).items[0]
@@ -141,7 +141,7 @@ def warm_language(
     decode: bool,
 ) -> None:
     """Runs one dummy prefill, with an image feature if there is an image cache, or if `decode` a step of two decodes.
-    `samples`: also samples on the logits' device."""
+    Picks the best tokens on the host; `samples`: also samples on the logits' device."""
     ops, device = backend.ops, backend.device.torch_device
     length = max(min(_MAX_TOKENS, max_model_len - 1), 1)
     counts, start = ((1, 1), length) if decode else ((length,), 0)

@@ -75,13 +75,14 @@ class _Peaks:
         return self._peak(partial(self._forward, [1] * self._config.scheduler.max_running_requests, scored=False))
 
     def prefill(self) -> int:
-        """Peak bytes of the largest step with prompts, all of whose tokens are scored and take image features."""
+        """Peak bytes of the largest step with prompts: all tokens are scored and, with an image cache, take image
+        features."""
         scheduler = self._config.scheduler
         counts = counts_of_largest(scheduler.max_step_tokens, scheduler.max_running_requests, self._max_model_len)
         return self._peak(partial(self._forward, counts, scored=True, merged=True))
 
     def captured(self, size: MixedSize) -> int:
-        """Peak bytes of a step of this size, all of whose tokens take image features."""
+        """Peak bytes of a step of this size, whose tokens all take image features if there is an image cache."""
         counts = counts_of_largest(*size, self._max_model_len)
         return self._peak(partial(self._forward, counts, scored=False, merged=True))
 
@@ -92,7 +93,7 @@ class _Peaks:
         return peak
 
     def _encode(self, largest: LargestEncode) -> None:
-        """Encodes zero pictures; writes no cache."""
+        """Encodes pictures of zeros; writes no cache."""
         assert self._image_cache is not None
         device = self._backend.device.torch_device
         self._model.encode(blank_pictures(largest.span, largest.picture, largest.num_spans, device), self._image_cache)
