@@ -10,22 +10,22 @@ _PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 
 def load_entry_points(group: str) -> dict[str, Any]:
-    """The objects in a group by name, imported.
-
-    In a source tree, installed or not, they are those that its pyproject.toml declares. Elsewhere they are those of all
-    installed distributions.
-    """
-    return {name: resolve_name(value) for name, value in _entry_points(group).items()}
+    """The objects in a group by name, imported."""
+    return {name: resolve_name(value) for name, value in find_entry_points(group).items()}
 
 
 def load_entry_point(group: str, name: str) -> Any | None:
     """Returns the object of a group that has this name; imports no other. None if there is none."""
-    value = _entry_points(group).get(name)
+    value = find_entry_points(group).get(name)
     return None if value is None else resolve_name(value)
 
 
-def _entry_points(group: str) -> dict[str, str]:
-    """ "module:attribute" by name."""
+def find_entry_points(group: str) -> dict[str, str]:
+    """Returns "module:attribute" of the objects in a group by name.
+
+    In a source tree, installed or not, they are those that its pyproject.toml declares. Elsewhere they are those of all
+    installed distributions.
+    """
     declared = _declared_here(group)
     if declared is not None:
         return declared

@@ -24,13 +24,23 @@ from hydra_engine.config.fields import (
 )
 from hydra_engine.config.instance_limits import chosen_limits, parse_instance_limits
 from hydra_engine.core.instances import Role, Topology
-from hydra_engine.core.options import SpecOptions
+from hydra_engine.core.options import MODEL_IMPLEMENTATIONS, NATIVE, SpecOptions
+from hydra_engine.entry_points import find_entry_points
 from hydra_engine.errors import ConfigError
 
 DEMO_MODEL = "demo"
 SHAPES = ("llava-1.5-7b", "qwen2-vl-7b", "qwen2.5-vl-7b")  # models that ship without weights, for load_format random
 DEFAULT_TOKENS, DEFAULT_REQUESTS = 512, 64  # limits of a language step on a CPU
 MAX_PRIORITY = (1 << 31) - 1  # of a request; the lowest is -MAX_PRIORITY - 1
+
+
+class _Implementations(tuple[str, ...]):
+    """Choices of `model_impl`: these, and the entry points of other packages, which are read for no listed name."""
+
+    def __contains__(self, name: object) -> bool:
+        if super().__contains__(name):
+            return True
+        return isinstance(name, str) and name in find_entry_points(MODEL_IMPLEMENTATIONS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,7 +311,7 @@ class EngineConfig:
         "auto",
         "auto or native: the engine's own models; transformers: modules of transformers inside the engine's stages "
         "(slower, any image-text-to-text model)",
-        choices=("auto", "native", "transformers"),
+        choices=_Implementations((*NATIVE, "transformers")),
     )
     load_format: str = opt(
         "auto",
@@ -372,7 +382,7 @@ class EngineConfig:
             object.__setattr__(self, name, parse_graph_sizes(getattr(self, name), name, most))
         if isinstance(self.override_generation_config, dict):
             object.__setattr__(self, "override_generation_config", json.dumps(self.override_generation_config))
-        if self.trust_remote_code and self.model_impl != "transformers":
+        if self.trust_remote_code and self.model_impl in NATIVE:
             raise ConfigError(
                 "trust_remote_code needs model_impl transformers; native models run no code of a checkpoint",
                 param="trust_remote_code",

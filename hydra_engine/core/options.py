@@ -12,13 +12,17 @@ NICENESS: dict[str, dict[str, int]] = {
     "latency": {"vision": 10},
 }
 
+# Values of `model_impl` for the engine's own models, and the entry points of other packages, whose names are others.
+NATIVE = ("auto", "native")
+MODEL_IMPLEMENTATIONS = "hydra_engine.model_implementations"
+
 
 @dataclass(frozen=True, slots=True)
 class SpecOptions:
     """Options for loading a model.
 
-    `model_impl`: "auto" or "native" (the engine's own models), or "transformers" (transformers' modules inside the
-    engine's stages). `min_pixels`, `max_pixels`: replace the processor's limits, for families with dynamic resolution.
+    `model_impl`: one of NATIVE (the engine's own models), or the name of another package's model implementation, such
+    as "transformers". `min_pixels`, `max_pixels`: replace the processor's limits, for families with dynamic resolution.
     `quantization`: "auto" (as the weights are stored), the method that the checkpoint must have, or the method for
     unquantised weights.
     """

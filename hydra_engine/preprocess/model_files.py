@@ -19,6 +19,7 @@ from pathlib import Path
 
 from hydra_engine.config import EngineConfig, find_model
 from hydra_engine.config.environment import user_folder
+from hydra_engine.core.options import NATIVE
 from hydra_engine.errors import CheckpointError, ConfigError
 from hydra_engine.models.specs.gguf_config import describe
 from hydra_engine.models.specs.gguf_file import GgufHeader, read_gguf
@@ -47,8 +48,9 @@ def find_model_files(config: EngineConfig) -> EngineConfig:
         if config.mmproj is not None:
             raise ConfigError("mmproj belongs to a MODEL that is a GGUF file", param="mmproj")
         return find_model(config)
-    if config.model_impl == "transformers":
-        raise ConfigError("GGUF files are for native models, not for model_impl transformers", param="model_impl")
+    if config.model_impl not in NATIVE:
+        reason = f"GGUF files are for native models, not for model_impl {config.model_impl}"
+        raise ConfigError(reason, param="model_impl")
     if mmproj is not None and not Path(mmproj).is_file():
         raise CheckpointError(f"there is no file {str(mmproj)[:200]!r}")
     return replace(config, model_folder=str(gguf_folder(model, None if mmproj is None else Path(mmproj))))

@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "entry_points": set(),
     "notebook": set(),
     "core": BASE | {"notebook"},
-    "config": BASE | {"core"},
+    "config": BASE | {"core", "entry_points"},
     "specs": BASE | {"core", "entry_points"},
     "guidance": BASE | {"core"},
     "cache": BASE | {"core"},

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hydra_engine.core.options import SpecOptions
+from hydra_engine.core.options import MODEL_IMPLEMENTATIONS, NATIVE, SpecOptions
 from hydra_engine.entry_points import load_entry_point
 from hydra_engine.errors import CheckpointError, ConfigError
 from hydra_engine.models.internvl.spec import build_internvl
@@ -33,7 +33,7 @@ def load_spec(model_dir: Path, options: SpecOptions | None = None) -> ModelSpec:
     if not model_dir.is_dir():
         raise CheckpointError(f"there is no model directory {str(model_dir)[:200]!r}")
     files = read_files(model_dir, options or SpecOptions())
-    if (name := files.options.model_impl) not in ("auto", "native"):
+    if (name := files.options.model_impl) not in NATIVE:
         build_spec: SpecBuilder = find_implementation(name).build_spec
         return replace(build_spec(files), family=name)
     family = _family(files.config)
@@ -45,7 +45,7 @@ def load_spec(model_dir: Path, options: SpecOptions | None = None) -> ModelSpec:
 
 def find_implementation(name: str) -> Any:
     """Finds the `ModelImplementation` of this name, in another package. Raises ConfigError if none is installed."""
-    found = load_entry_point("hydra_engine.model_implementations", name)
+    found = load_entry_point(MODEL_IMPLEMENTATIONS, name)
     if found is None:
         raise ConfigError(f"no installed package has the model implementation {name!r}", param="model_impl")
     return found
