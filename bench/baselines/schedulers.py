@@ -13,7 +13,6 @@ from hydra_engine.core.plans import EncodeItem, LanguagePlan, VisionPlan
 from hydra_engine.core.state import RequestState
 from hydra_engine.scheduler.budget import Budgets
 from hydra_engine.scheduler.decodes import ReadyDecodes
-from hydra_engine.scheduler.hooks import OpenStep
 from hydra_engine.scheduler.scheduler import StageScheduler
 from hydra_engine.scheduler.step import (
     LanguagePlanner,
@@ -108,7 +107,7 @@ class WholePrompts(LanguagePlanner):
                     self._continue_prefills(builder)
         except NeedsResult:
             return None
-        return self._build_plan(step_id, ready, builder, budget, ahead=ahead)
+        return self._build_plan(step_id, ready, builder, budget)
 
 
 class WholeStarter(PrefillStarter):
@@ -118,14 +117,12 @@ class WholeStarter(PrefillStarter):
         super().__init__(*given)
         self._early_limit = 0
 
-    def find_blocks(
-        self,
-        state: RequestState,
-        num_tokens: int,
-        step: OpenStep | None,
-        next_victim: Callable[[], RequestState | None],
-    ) -> list[int] | None:
-        cached = super().find_blocks(state, num_tokens, step, next_victim)
+    def _try_start(self, state: RequestState, step: StepBuilder, num_early: int) -> bool | None:
+        self._step = step
+        return super()._try_start(state, step, num_early)
+
+    def find_blocks(self, state: RequestState, num_tokens: int, preempt_next: Callable[[], bool]) -> list[int] | None:
+        cached, step = super().find_blocks(state, num_tokens, preempt_next), self._step
         assert isinstance(step, WholeStepBuilder)
         if cached is None or step.takes(state.num_tokens - len(cached) * self._kv.block_size):
             return cached

@@ -58,28 +58,11 @@ def is_stalled(state: RequestState) -> bool:
     return state.num_computable == state.num_planned < state.num_tokens
 
 
-def may_start_early(state: RequestState, *, is_oldest_encoding: bool, num_early: int, limit: int) -> bool:
-    """True if a request may start prefill while some of its images have no features yet.
-
-    A request that was not preempted may while fewer than `limit` others have done so and still wait for images
-    (`num_early`). The oldest that waits for images always may once its first image has features or needs none: its
-    images together may exceed the image cache, so the first must be consumed before the last is encoded.
-    """
-    return may_preempt_stalled(state, is_oldest_encoding=is_oldest_encoding) or (
-        num_early < limit and not state.preempted
-    )
-
-
-def may_preempt_stalled(state: RequestState, *, is_oldest_encoding: bool) -> bool:
-    """True if a waiting request may preempt younger stalled prefills: it waits for no image, or is the oldest
-    that waits for images and its first one has features or needs none."""
-    return not state.waits_for_images or (is_oldest_encoding and state.images[0] > ImageProgress.ENCODING)
-
-
-def stalled_younger_than(state: RequestState, prefilling: ArrivalQueue) -> RequestState | None:
-    """The youngest stalled prefill (`youngest_stalled`) if it is younger than `state`, else None."""
-    victim = youngest_stalled(prefilling)
-    return victim if victim is not None and victim.order > state.order else None
+def may_preempt_stalled(oldest_encoding: RequestState) -> bool:
+    """True if the oldest request that waits for images may start, and preempt younger stalled prefills for that: once
+    its first image has features or needs none. Its images together may exceed the image cache, so the first must be
+    consumed before the last is encoded."""
+    return oldest_encoding.images[0] > ImageProgress.ENCODING
 
 
 def youngest_stalled(prefilling: ArrivalQueue) -> RequestState | None:

@@ -29,7 +29,6 @@ from hydra_engine.core.state import Order, RequestState
 from hydra_engine.scheduler import policy
 from hydra_engine.scheduler.budget import Budgets, PendingWork, StepBudget
 from hydra_engine.scheduler.decodes import ReadyDecodes
-from hydra_engine.scheduler.hooks import OpenStep
 from hydra_engine.scheduler.requests import RequestTable
 
 MAX_SEEN = 16  # requests of a queue that `pending_work` counts
@@ -94,17 +93,10 @@ class BlockSearch:
         """True if the maximum of requests hold KV blocks, so that none can start."""
         return len(self._kv.tables) >= self._max_seqs
 
-    def find_blocks(
-        self,
-        state: RequestState,
-        num_tokens: int,
-        step: OpenStep | None,
-        next_victim: Callable[[], RequestState | None],
-    ) -> list[int] | None:
+    def find_blocks(self, state: RequestState, num_tokens: int, preempt_next: Callable[[], bool]) -> list[int] | None:
         """Returns the request's cached blocks, possibly [], if a slot and enough blocks for `num_tokens` positions are
-        free, else None. Allocates nothing. In a `step` it first preempts `next_victim()` until they are, or until that
-        is None or must not be preempted; earlier victims stay preempted. Raises NeedsResult instead in a step planned
-        ahead."""
+        free, else None. Allocates nothing. Until they are it calls `preempt_next`, which preempts a request, or returns
+        False if none may be preempted; earlier victims stay preempted."""
         pool, reserve = self._kv.pool, len(self._requests.decoding)
         cached: list[int] | None = None
         while True:
@@ -114,7 +106,7 @@ class BlockSearch:
                 num_shared = sum(pool.refcount(block) > 0 for block in cached)  # the other cached blocks count as free
                 if pool.num_free - reserve >= self._kv.blocks_for(num_tokens) - num_shared:
                     return cached
-            if step is None or (victim := next_victim()) is None or not step.preempt(victim):
+            if not preempt_next():
                 return None
 
 
@@ -137,10 +129,9 @@ class PrefillStarter(BlockSearch):
         if not requests.waiting and not requests.encoding:
             return
         if not requests.prefilling and (self.is_full or self._kv.pool.num_free <= len(requests.decoding)):
-            # A start takes at least one block, and there is no victim.
             if first := next(requests.waiting.by_urgency(), None):
                 requests.timelines[first.request.id].cause = "kv blocks"
-            return
+            return  # a start takes at least one block, and there is no victim
         seen: set[Order] = set()
         skipped: list[RequestState] = []
         num_early = sum(state.waits_for_images for state in requests.prefilling if state.images)
@@ -161,7 +152,7 @@ class PrefillStarter(BlockSearch):
             if any(map(requests.is_overdue, skipped)):
                 break
         encoding, oldest = requests.encoding.oldest(), requests.waiting.oldest()
-        if encoding is not None and policy.may_preempt_stalled(encoding, is_oldest_encoding=True):
+        if encoding is not None and policy.may_preempt_stalled(encoding):
             oldest = encoding if oldest is None or encoding.order < oldest.order else oldest
         if oldest is None or oldest.order in seen or not step.tokens_left:
             return
@@ -171,8 +162,9 @@ class PrefillStarter(BlockSearch):
     def _try_start(self, state: RequestState, step: StepBuilder, num_early: int) -> bool | None:
         """Starts a request if it can: it adopts its cached blocks and gets those of its first chunk, or of all
         positions if it was preempted before or does not decode here. True: started. False: too few free slots or
-        blocks. None: it waits for images, and may not start early or, without the right to preempt, finds too few.
-        Sets the cause of its wait if it found too few.
+        blocks. None: it waits for images, and may not start early or, without the right to preempt, finds too few. A
+        request that was not preempted may start early while fewer than `_early_limit` others did and still wait for
+        images (`num_early`). Sets the cause of its wait if it found too few.
 
         Cached blocks may reach up to an image without features. Then there is no chunk yet, but the features of images
         before it are freed, for whose blocks this image may be waiting.
@@ -180,22 +172,18 @@ class PrefillStarter(BlockSearch):
         requests, kv = self._requests, self._kv
         if state.images and state.relies_on_prefix_hit:
             requests.repeat_prefix_lookup(state, step.now)
-        is_oldest_encoding = state is requests.encoding.oldest()
         waits = bool(state.images) and state.waits_for_images
-        if waits:
-            allowed = policy.may_start_early(
-                state, is_oldest_encoding=is_oldest_encoding, num_early=num_early, limit=self._early_limit
-            )
-            if not allowed or not state.num_computable:
-                return None
-        may_preempt = not waits or policy.may_preempt_stalled(state, is_oldest_encoding=is_oldest_encoding)
+        may_preempt = not waits or (state is requests.encoding.oldest() and policy.may_preempt_stalled(state))
+        may_start_early = may_preempt or (num_early < self._early_limit and not state.preempted)
+        if waits and not (may_start_early and state.num_computable):
+            return None
+
+        def preempt_next() -> bool:
+            victim = policy.youngest_stalled(requests.prefilling) if may_preempt else None
+            return victim is not None and victim.order > state.order and step.preempt(victim)
+
         num_tokens = policy.kv_tokens_to_admit(state)
-        cached = self.find_blocks(
-            state,
-            num_tokens,
-            step,
-            lambda: policy.stalled_younger_than(state, requests.prefilling) if may_preempt else None,
-        )
+        cached = self.find_blocks(state, num_tokens, preempt_next)
         if cached is None:
             requests.timelines[state.request.id].cause = "kv blocks" if may_preempt else "images"
             return False if may_preempt else None
@@ -224,9 +212,7 @@ class PrefillStarter(BlockSearch):
         ordered = heapq.merge(waiting.by_urgency(), early, oldest_encoding, key=attrgetter("urgency"))
         while True:
             oldest = encoding.oldest()
-            first = (
-                [oldest] if oldest is not None and policy.may_preempt_stalled(oldest, is_oldest_encoding=True) else []
-            )
+            first = [oldest] if oldest is not None and policy.may_preempt_stalled(oldest) else []
             unseen = (s for s in chain(first, islice(waiting, policy.MAX_SKIPPED)) if s.order not in seen)
             state = next(filter(self._requests.is_overdue, unseen), None)
             if state is None:
@@ -276,15 +262,15 @@ class LanguagePlanner:
             self._starter.start(step, blocked)
         except NeedsResult:
             return None
-        return self._build_plan(step_id, ready, step, budget, ahead=ahead)
+        return self._build_plan(step_id, ready, step, budget)
 
     def _build_plan(
-        self, step_id: StepId, ready: ReadyDecodes, step: StepBuilder, budget: StepBudget, *, ahead: bool
+        self, step_id: StepId, ready: ReadyDecodes, step: StepBuilder, budget: StepBudget
     ) -> PlannedStep | None:
         """Builds the plan and marks its rows as scheduled; None if it has no rows."""
         if not len(ready.starts) and not step.chunks:
             return None
-        decodes = self._requests.decodes.take_rows(ready, ahead=ahead)
+        decodes = self._requests.decodes.take_rows(ready, ahead=step.ahead)
         rows = tuple([self._chunk_row(state, chunk) for state, chunk in step.chunks])
         plan = LanguagePlan(step_id, decodes, rows, budget.vision_s, budget.partition)
         return PlannedStep(plan, plan.load, budget)

@@ -75,7 +75,14 @@ class RemoteKvAdmission(BlockSearch):
         """Starts a request and allocates all its blocks. False if there is no free slot or too few free blocks,
         which its timeline then names as the cause of its wait."""
         num_tokens = self._num_tokens(state)
-        found = self.find_blocks(state, num_tokens, step, lambda: policy.youngest_stalled(self._requests.prefilling))
+
+        def preempt_next() -> bool:
+            if step is None:
+                return False
+            victim = policy.youngest_stalled(self._requests.prefilling)
+            return victim is not None and step.preempt(victim)
+
+        found = self.find_blocks(state, num_tokens, preempt_next)
         if found is None:
             self._requests.timelines[state.request.id].cause = "kv blocks"
             return False
