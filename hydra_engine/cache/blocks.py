@@ -150,22 +150,18 @@ class BlockTable:
     """
 
     block_ids: BlockIds
-    block_size: int
     num_blocks: int = 0
-    num_slots: int = 0  # token positions [0, num_slots) have a block
 
     def append(self, blocks: Sequence[int]) -> None:
         end = self.num_blocks + len(blocks)
         assert end <= len(self.block_ids), "a block table grows beyond the maximum it was made for"
         self.block_ids[self.num_blocks : end] = blocks
         self.num_blocks = end
-        self.num_slots = end * self.block_size
 
     def append_one(self, block: int) -> None:
         assert self.num_blocks < len(self.block_ids), "a block table grows beyond the maximum it was made for"
         self.block_ids[self.num_blocks] = block
         self.num_blocks += 1
-        self.num_slots += self.block_size
 
     def blocks(self) -> list[int]:
         """Copies the block ids, in token order."""
@@ -206,7 +202,7 @@ class CacheManager(Generic[Holder]):
         except OutOfBlocks:
             return False
         if table is None:
-            table = self._tables[holder] = BlockTable(np.zeros(self.blocks_for(capacity), np.int32), self.block_size)
+            table = self._tables[holder] = BlockTable(np.zeros(self.blocks_for(capacity), np.int32))
         table.append(blocks)
         return True
 
@@ -254,7 +250,7 @@ class CacheManager(Generic[Holder]):
             block = self.pool.acquire(block_hash)
             assert block is not None, "content that was found is gone"
             blocks.append(block)
-        table = self._tables[holder] = BlockTable(np.zeros(self.blocks_for(capacity), np.int32), self.block_size)
+        table = self._tables[holder] = BlockTable(np.zeros(self.blocks_for(capacity), np.int32))
         table.append(blocks)
 
     def set_hashes(self, holder: Holder, first: int, hashes: Sequence[BlockHash]) -> None:

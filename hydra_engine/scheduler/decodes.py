@@ -185,7 +185,7 @@ class DecodeTable:
         allocated: dict[int, int] = {}  # index -> block
         for index, start in zip(missing.tolist(), starts[at_end].tolist(), strict=True):
             table = self._block_tables[index]
-            if table.num_slots > start:
+            if table.num_blocks * self._block_size > start:
                 allocated[index] = int(table.block_ids[self._num_visible[index] // self._block_size])
         if not allocated:
             return missing

@@ -11,6 +11,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
 from hydra_engine.cache.features import FeatureCache
 from hydra_engine.core.ids import FeatureKey, RequestId
+from hydra_engine.core.plans import BlockIds
 from hydra_engine.core.state import ImageProgress, RequestState
 from hydra_engine.scheduler import policy
 from hydra_engine.scheduler.hooks import Connector
@@ -96,29 +97,24 @@ class ImageTracker:
 
     # ---- features
 
-    def ensure_blocks(
-        self, state: RequestState, index: int, num_blocks: int, reserved: int, now: float, *, may_evict: bool
-    ) -> bool:
-        """True if `num_blocks` blocks are free beyond those `reserved` for earlier images. Evicts features of later
-        images to that end, but only with `may_evict`, with nothing reserved, and if it is enough. Allocates nothing."""
-        features = self._features
-        if features.pool.num_free >= reserved + num_blocks:
-            return True
-        if reserved or not may_evict:
-            return False
-        missing = num_blocks - features.pool.num_free
-        for key in policy.features_to_evict(state, index, self.encoded_features(), missing):
-            self.evict(key, now)
-        return features.pool.num_free >= num_blocks
-
-    def reserve(self, state: RequestState, index: int, now: float) -> None:
+    def allocate(
+        self, state: RequestState, index: int, reserved: int, now: float, *, may_evict: bool
+    ) -> BlockIds | None:
         """Allocates blocks for features that are about to be written, and sets all images with the same picture to
-        ENCODING. Asserts that there are enough: `ensure_blocks` must have returned True."""
-        key = state.image_keys[index]
-        granted = self._features.reserve(key)
-        assert granted, "room was made and is gone"
+        ENCODING. None if too few are free beyond those `reserved` for earlier images. Evicts features of later images
+        for them, but only with `may_evict`, with nothing reserved, and if it is enough."""
+        features, key = self._features, state.image_keys[index]
+        missing = features.blocks_for(state.request.images[index].num_tokens) + reserved - features.pool.num_free
+        if missing > 0:
+            if reserved or not may_evict:
+                return None
+            for victim in policy.features_to_evict(state, index, self.encoded_features(), missing):
+                self.evict(victim, now)
+        if not features.reserve(key):
+            return None
         state.images_planned.add(index)
         self._copy_progress(key, now)
+        return features.block_ids(key)
 
     def finish(self, key: FeatureKey, now: float, *, failed: bool) -> list[RequestState]:
         """Records the end of an encode or a load. Returns the requests with images that use the features, ended but not

@@ -76,29 +76,17 @@ class VisionPlanner:
             if state.is_encode_job and not connector.may_encode(state, index, num_blocks, now, may_evict=may_evict):
                 jobs_wait = True
                 continue
-            if not self._requests.images.ensure_blocks(state, index, num_blocks, reserved, now, may_evict=may_evict):
+            block_ids = self._requests.images.allocate(state, index, reserved, now, may_evict=may_evict)
+            if block_ids is None:
                 break
-            items.append(self._item(state, index, now))
+            item = EncodeItem(state.request.id, index, image.digest, image.num_patches, image.num_tokens, block_ids)
+            items.append(item)
             used += image.num_patches
         return items
 
     def _is_impatient(self, state: RequestState | None, now: float) -> bool:
         """True if there is a request and its images have waited for `encode_patience_s`."""
         return state is not None and now - state.image_wait_since_s >= self._patience_s
-
-    def _item(self, state: RequestState, index: int, now: float) -> EncodeItem:
-        """Allocates the blocks for the features of an image; asserts that enough are free. Returns its item of the
-        plan."""
-        request, image = state.request, state.request.images[index]
-        self._requests.images.reserve(state, index, now)
-        return EncodeItem(
-            request_id=request.id,
-            image_index=index,
-            digest=image.digest,
-            num_patches=image.num_patches,
-            num_tokens=image.num_tokens,
-            block_ids=self._requests.features.block_ids(state.image_keys[index]),
-        )
 
 
 def _images(states: Iterable[RequestState]) -> Iterator[tuple[RequestState, int]]:

@@ -165,17 +165,16 @@ def test_check_notices(damage: str) -> None:
 # ---- tables and managers
 
 
-def slots_of(table: BlockTable) -> list[int]:
-    """The slots of token positions [0, num_slots), as `core/plans.py` defines them."""
-    size = table.block_size
-    return [int(table.block_ids[p // size]) * size + p % size for p in range(table.num_slots)]
+def slots_of(table: BlockTable, size: int = 4) -> list[int]:
+    """The slots of the token positions that have a block of `size` tokens, as `core/plans.py` defines them."""
+    return [int(table.block_ids[p // size]) * size + p % size for p in range(table.num_blocks * size)]
 
 
 def test_slots_follow_the_block_ids() -> None:
-    table = BlockTable(np.zeros(3, np.int32), block_size=4)
+    table = BlockTable(np.zeros(3, np.int32))
     table.append([7, 2])
     assert slots_of(table) == [28, 29, 30, 31, 8, 9, 10, 11]
-    assert (table.num_blocks, table.num_slots) == (2, 8)
+    assert table.num_blocks == 2
 
 
 @pytest.mark.parametrize(("tokens", "missing"), [(0, 0), (1, 0), (4, 0), (5, 1), (9, 2)])
@@ -242,7 +241,7 @@ def test_holders_are_given_one_block_each_or_none_at_all() -> None:
         manager.grow(holder, 4, capacity=12)
     assert manager.extend([2, 1]) == [2, 3]
     assert [manager.tables[holder].blocks() for holder in (1, 2)] == [[0, 3], [1, 2]]
-    assert manager.tables[1].num_slots == 8
+    assert manager.tables[1].num_blocks == 2
     assert manager.extend([1, 2]) == [4, 5] and manager.extend([1]) == [] and manager.extend([]) == []
     check_tables(manager)
     manager.free(1)

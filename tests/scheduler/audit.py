@@ -79,7 +79,7 @@ def _check_queue(requests: RequestTable, state: RequestState) -> None:
 def _check_blocks(requests: RequestTable, state: RequestState) -> None:
     request_id = state.request.id
     table = requests.kv.tables.get(request_id)
-    num_slots = 0 if table is None else table.num_slots
+    num_slots = 0 if table is None else table.num_blocks * requests.kv.block_size
     assert state.num_planned <= num_slots, f"request {request_id} has KV without blocks"
     assert state.num_planned <= state.num_tokens, f"request {request_id} computes too much"
     assert state.num_published * requests.kv.block_size <= state.num_computed, (
@@ -168,7 +168,9 @@ def check_decodes(table: DecodeTable, members: dict[int, tuple[RequestState, Blo
             assert table._last_tokens[index] == state.generated[-1], f"{where}: last token"
         num_blocks = int(table._num_visible[index]) // table._block_size
         assert table._block_tables[index] is blocks, f"{where} has another's blocks"
-        assert table._num_visible[index] <= blocks.num_slots, f"{where} shows blocks that it does not have"
+        assert table._num_visible[index] <= blocks.num_blocks * table._block_size, (
+            f"{where} shows blocks that it does not have"
+        )
         row = table._tables[index]
         assert row[:num_blocks].tolist() == blocks.blocks()[:num_blocks], f"{where}: block table"
         assert not row[num_blocks:].any(), f"{where}: block table behind its blocks"

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from hydra_engine.config import ClusterConfig, SchedulerConfig
 from hydra_engine.core.ids import FeatureKey, RequestId, StepId
 from hydra_engine.core.outputs import Departure
+from hydra_engine.core.plans import BlockIds
 from hydra_engine.core.state import Ending, ImageProgress, RequestState
 from hydra_engine.scheduler.handover.events import RemoteEvents, UnneededEvent
 from hydra_engine.scheduler.handover.remote_kv import RemoteKvAdmission
@@ -248,22 +249,19 @@ class Pulls:
                 reserved = sum(aside.values()) - aside.get(key, 0)
                 handover, images = handover_of(state), self._requests.images
                 begins = index in handover.image_offers and len(handover.images_copied) < MAX_IMAGE_PULLS
-                if begins and images.ensure_blocks(state, index, num_blocks, reserved, now, may_evict=may_evict):
-                    plans.append(self._pull_image(state, index, now))
+                block_ids = images.allocate(state, index, reserved, now, may_evict=may_evict) if begins else None
+                if block_ids is not None:
+                    plans.append(self._pull_image(state, index, block_ids.copy()))
                     aside.pop(key, None)
                     continue
                 aside[key] = num_blocks
                 if sum(aside.values()) > features.pool.num_free:
                     return
 
-    def _pull_image(self, state: RequestState, index: int, now: float) -> PullPlan:
-        """Claims an offer of the image and reserves blocks for its features. Returns the plan of the copy."""
-        requests = self._requests
+    def _pull_image(self, state: RequestState, index: int, block_ids: BlockIds) -> PullPlan:
+        """Claims an offer of the image and returns the plan to copy its features into these blocks."""
         offer = self.images.claim(state, index)
         handover_of(state).images_copied.add(index)
-        requests.images.reserve(state, index, now)
-        num_blocks = requests.features.blocks_for(state.request.images[index].num_tokens)
-        block_ids = requests.features.block_ids(state.image_keys[index])[:num_blocks].copy()
         return PullPlan(self._step_id(), offer, state.request.id, index, 0, block_ids, last=True)
 
     def _step_id(self) -> StepId:
