@@ -19,9 +19,9 @@ from hydra_engine.clock import Clock
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.cost import CostSurface, Curve
 from hydra_engine.core.plans import LanguageLoad
-from hydra_engine.core.profile_file import Refused
 from hydra_engine.models.specs.base import ModelSpec, VisionSpec
 from hydra_engine.models.specs.registry import FAMILIES
+from hydra_engine.profile_file import Refused
 from hydra_engine.profiler.calibrate import DEADLINE_S, Lanes, Site, calibrate
 from hydra_engine.profiler.fit import fit
 from hydra_engine.profiler.grid import Sizes

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import msgspec
 
-from hydra_engine.core import profile_file
+from hydra_engine import profile_file
 from hydra_engine.core.cost import CostSurface, Curve
 from hydra_engine.core.model_folder import read_file
-from hydra_engine.core.profile_file import Refused
+from hydra_engine.profile_file import Refused
 from hydra_engine.profiler.fit import Samples
 
 SCHEMA = 1

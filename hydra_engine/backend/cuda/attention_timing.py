@@ -26,7 +26,7 @@ import torch
 import triton
 from torch import Tensor
 
-from hydra_engine import __version__
+from hydra_engine import __version__, profile_file
 from hydra_engine.backend.base import AttentionPlan, PagedCache, Segments
 from hydra_engine.backend.cuda import flashinfer_kernels
 from hydra_engine.backend.cuda.attention import CudaAttention
@@ -55,7 +55,6 @@ from hydra_engine.backend.cuda.flashinfer_attention import FlashInferAttention
 from hydra_engine.backend.cuda.graphs import GraphPools
 from hydra_engine.backend.cuda.tower_attention import Kernel, kernels
 from hydra_engine.backend.device import Device
-from hydra_engine.core import profile_file
 from hydra_engine.errors import BackendError
 from hydra_kernels.tma_attention import can_read_cache
 
