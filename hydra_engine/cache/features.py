@@ -122,10 +122,6 @@ class FeatureCache:
             self._blocks.forget(self._hashes(key, entry.num_tokens))
         entry.progress = ImageProgress.WAITING
 
-    def forget_unused(self) -> None:
-        """Forgets all reusable features: encoded ones without users."""
-        self.pool.forget_evictable()
-
     # ---- inside
 
     def _hashes(self, key: FeatureKey, num_tokens: int) -> Iterator[BlockHash]:

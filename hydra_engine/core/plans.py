@@ -20,7 +20,7 @@ BlockIds = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 
 
-def _slots(block_ids: BlockIds, start: int, count: int, block_size: int) -> Int64s:
+def slots_of(block_ids: BlockIds, start: int, count: int, block_size: int) -> Int64s:
     """Cache slots of positions [start, start + count) stored in these blocks: int64 [count]."""
     positions = np.arange(start, start + count)
     return block_ids[positions // block_size].astype(np.int64) * block_size + positions % block_size
@@ -63,10 +63,6 @@ class EncodeItem:
     num_tokens: int
     block_ids: BlockIds  # [ceil(num_tokens / S_image)]
 
-    def slots(self, block_size: int) -> Int64s:
-        """Image-cache slots of its features: int64 [num_tokens]."""
-        return _slots(self.block_ids, 0, self.num_tokens, block_size)
-
 
 @dataclass(frozen=True, slots=True)
 class VisionPlan:
@@ -89,10 +85,6 @@ class ImageSlice:
     count: int
     offset: int
     block_ids: BlockIds
-
-    def slots(self, block_size: int) -> Int64s:
-        """Image-cache slots of these features: int64 [count]."""
-        return _slots(self.block_ids, self.offset, self.count, block_size)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

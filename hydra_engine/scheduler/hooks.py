@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import Role
@@ -24,6 +23,10 @@ Work = Sequence[tuple[RequestId, int]]  # (request, tokens or patches), amounts 
 
 # Takes requests and the time; forgets those that have ended and that no plan in flight names, returns their Finished.
 Finish = Callable[[list[RequestState], float], list[RequestMessage]]
+
+# Preempts a request for the step that is filled; False if the connector needs its blocks for now. While the step before
+# is in flight it raises NeedsResult (`step.py`), which the connector does not catch.
+Preempt = Callable[[RequestState], bool]
 
 
 class StepObserver:
@@ -52,16 +55,6 @@ class StepObserver:
         """The causes, the largest first and at least one, of the time between a request's token at `since_s` and its
         next one at `until_s`, which is longer than `tpot_limit_s` (without a limit: `StepTimes.gap_s`)."""
         return (DelayCause("step", until_s - since_s),)
-
-
-class OpenStep(Protocol):
-    """A language step while it is filled, as far as a connector needs it."""
-
-    now: float
-
-    def preempt(self, victim: RequestState) -> bool:
-        """Preempts a request; False if the connector needs its blocks for now. Raises NeedsResult (`step.py`), which
-        the connector does not catch, while the step before is in flight."""
 
 
 class Connector:
@@ -93,7 +86,7 @@ class Connector:
         """Upper bound for the end (exclusive) of a request's next chunk, at most `num_tokens`."""
         return state.num_tokens
 
-    def before_language(self, step: OpenStep) -> None:
+    def before_language(self, now: float, preempt: Preempt) -> None:
         """Called when a language step has its decodes and its budget, before any prefill is added."""
 
     def on_computed(self, state: RequestState, now: float, *, sampled: bool) -> None:

@@ -149,7 +149,7 @@ class StageScheduler:
         if kv:
             self._requests.kv.pool.forget_evictable()
         if images:
-            self._requests.features.forget_unused()
+            self._requests.features.pool.forget_evictable()
 
     def abort(self, request_id: RequestId, now: float) -> list[RequestMessage]:
         """Ends a request; ignores unknown ids and requests that are ending. Its Finished is returned now or, while

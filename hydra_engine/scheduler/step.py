@@ -257,7 +257,7 @@ class LanguagePlanner:
                 pending = self._budgets.with_limits(pending, self._requests, ready, due)
             budget = self._budgets.step_budget(pending)
             step.tokens_left = budget.tokens if len(ready.starts) else max(1, budget.tokens)
-            self._requests.connector.before_language(step)
+            self._requests.connector.before_language(now, step.preempt)
             blocked = self._continue_prefills(step)
             self._starter.start(step, blocked)
         except NeedsResult:

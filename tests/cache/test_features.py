@@ -101,7 +101,7 @@ class FeatureMachine(RuleBasedStateMachine):
 
     @rule()
     def forget_what_nobody_needs(self) -> None:
-        self.cache.forget_unused()
+        self.cache.pool.forget_evictable()
         self.memory = {b: piece for b, piece in self.memory.items() if self.progress.get(piece[0]) == ENCODED}
 
     @invariant()
@@ -151,7 +151,7 @@ def test_a_reset_takes_what_nobody_needs_and_nothing_else() -> None:
     encoded(features, A, 1)
     blocks = encoded(features, B, 2)
     features.drop(user(1), A)
-    features.forget_unused()
+    features.pool.forget_evictable()
     check_features(features)
     assert features.need(user(3), A, SIZES[A]) == WAITING
     assert features.need(user(4), B, SIZES[B]) == ENCODED and features.block_ids(B).tolist() == blocks

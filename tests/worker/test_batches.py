@@ -11,7 +11,7 @@ import torch
 from hydra_engine.backend.base import StateCache
 from hydra_engine.backend.cpu.device import CpuDevice
 from hydra_engine.core.ids import RequestId, StepId
-from hydra_engine.core.plans import ChunkRow, ImageSlice, LanguagePlan
+from hydra_engine.core.plans import ChunkRow, ImageSlice, LanguagePlan, slots_of
 from hydra_engine.models.layers.decoder import LanguageInput
 from hydra_engine.worker.language.batches import sent_input, step_rows
 from hydra_engine.worker.language.sampler import SamplingState
@@ -231,8 +231,8 @@ def test_a_slot_that_has_become_anothers_is_noticed_although_the_plan_before_had
 
 
 def test_feature_slots_follow_the_blocks() -> None:
-    assert ImageSlice(0, 5, 2, np.asarray([7, 2, 9], dtype=np.int32)).slots(3).tolist() == [23, 6, 7, 8, 27]
-    large = ImageSlice(0, 2, 0, np.asarray([2**31 - 1], dtype=np.int32)).slots(64)
+    assert slots_of(np.asarray([7, 2, 9], dtype=np.int32), 2, 5, 3).tolist() == [23, 6, 7, 8, 27]
+    large = slots_of(np.asarray([2**31 - 1], dtype=np.int32), 0, 2, 64)
     assert large.tolist() == [(2**31 - 1) * 64, (2**31 - 1) * 64 + 1]
 
 

@@ -30,7 +30,7 @@ from hydra_engine.scheduler.handover.state import (
     handover_of,
     remote_kv_of,
 )
-from hydra_engine.scheduler.hooks import Connector, Finish, OpenStep
+from hydra_engine.scheduler.hooks import Connector, Finish, Preempt
 from hydra_engine.scheduler.requests import RequestTable
 from hydra_engine.scheduler.step_stats import StepTimes
 
@@ -85,9 +85,9 @@ class PeerConnector(Connector):
     def on_requeue(self, state: RequestState) -> None:
         self._parked.requeue(state)
 
-    def before_language(self, step: OpenStep) -> None:
+    def before_language(self, now: float, preempt: Preempt) -> None:
         """Admits requests whose KV comes from other instances, ahead of all prefills; may preempt for them."""
-        self._admission.admit(step.now, step)
+        self._admission.admit(now, preempt)
 
     def on_computed(self, state: RequestState, now: float, *, sampled: bool) -> None:
         """Offers the KV of a request that decodes elsewhere: after its last chunk (`sampled`), with `early_kv` after

@@ -17,7 +17,7 @@ from hydra_engine.core.instances import Role
 from hydra_engine.core.state import Order, RequestState
 from hydra_engine.scheduler import policy
 from hydra_engine.scheduler.handover.state import ParkedRequests, offers_all_kv, remote_kv_of
-from hydra_engine.scheduler.hooks import OpenStep
+from hydra_engine.scheduler.hooks import Preempt
 from hydra_engine.scheduler.requests import RequestTable
 from hydra_engine.scheduler.step import BlockSearch
 
@@ -30,15 +30,15 @@ class RemoteKvAdmission(BlockSearch):
         super().__init__(requests, config)
         self._kv_offered = parked.kv_offered
 
-    def admit(self, now: float, step: OpenStep | None = None) -> None:
+    def admit(self, now: float, preempt: Preempt | None = None) -> None:
         """Admits requests while slots and blocks last: first those whose KV is offered to its end, then, if none of
-        them was left out and no request waits, others with an offer. Only in a language `step` it preempts for the
-        former."""
+        them was left out and no request waits, others with an offer. Only a language step may `preempt`,
+        for the former."""
         if not self._kv_offered:
             return
         skipped: list[RequestState] = []
         for state in self._complete():
-            if not self._start(state, now, step):
+            if not self._start(state, now, preempt):
                 skipped.append(state)
             if len(skipped) >= policy.MAX_SKIPPED or any(map(self._requests.is_overdue, skipped)):
                 return
@@ -71,16 +71,16 @@ class RemoteKvAdmission(BlockSearch):
         end = None if remote_kv is None else remote_kv.end
         return min(max(num_tokens, 0 if end is None else end.num_tokens) + 1, state.request.max_total_tokens)
 
-    def _start(self, state: RequestState, now: float, step: OpenStep | None) -> bool:
+    def _start(self, state: RequestState, now: float, preempt: Preempt | None) -> bool:
         """Starts a request and allocates all its blocks. False if there is no free slot or too few free blocks,
         which its timeline then names as the cause of its wait."""
         num_tokens = self._num_tokens(state)
 
         def preempt_next() -> bool:
-            if step is None:
+            if preempt is None:
                 return False
             victim = policy.youngest_stalled(self._requests.prefilling)
-            return victim is not None and step.preempt(victim)
+            return victim is not None and preempt(victim)
 
         found = self.find_blocks(state, num_tokens, preempt_next)
         if found is None:

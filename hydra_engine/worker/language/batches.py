@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hydra_engine.backend.base import Ops, PagedCache, States
 from hydra_engine.backend.device import Device
-from hydra_engine.core.plans import BlockIds, DecodeRows, Int64s, LanguagePlan
+from hydra_engine.core.plans import BlockIds, DecodeRows, Int64s, LanguagePlan, slots_of
 from hydra_engine.models.implementation import ServedModel
 from hydra_engine.models.layers.decoder import LanguageInput, Scored
 from hydra_engine.worker.language.slot_table import SlotTable, StateTable, counts_of, starts_of
@@ -203,5 +203,6 @@ def image_merges(plan: LanguagePlan, cu_q: BlockIds, image_block_size: int) -> l
         for piece in chunk.images:
             assert piece.row + piece.count <= len(chunk.token_ids), "image slice reaches beyond its chunk"
             first = begin + piece.row
-            merges.append((np.arange(first, first + piece.count), piece.slots(image_block_size)))
+            slots = slots_of(piece.block_ids, piece.offset, piece.count, image_block_size)
+            merges.append((np.arange(first, first + piece.count), slots))
     return merges

@@ -25,7 +25,7 @@ from hydra_engine.backend.device import Device, Fetch
 from hydra_engine.clock import Clock
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.messages import PixelPayload
-from hydra_engine.core.plans import EncodeItem, Int64s, VisionPlan
+from hydra_engine.core.plans import EncodeItem, Int64s, VisionPlan, slots_of
 from hydra_engine.core.request import ImageItem
 from hydra_engine.core.results import VisionResult
 from hydra_engine.errors import ErrorInfo
@@ -203,7 +203,7 @@ class VisionLane:
 
 def vision_slots(items: Sequence[EncodeItem], block_size: int) -> Int64s:
     """Image cache slots of the features of all items, in order."""
-    return np.concatenate([item.slots(block_size) for item in items])
+    return np.concatenate([slots_of(item.block_ids, 0, item.num_tokens, block_size) for item in items])
 
 
 def vision_input(
