@@ -74,9 +74,9 @@ class Budgets:
 
     Beside decodes, whose tokens wait for it, the prefill of a step adds at most `PREFILL_SHARE` times the recent
     duration of such decodes, rounded down to a multiple of `MIN_CHUNK` tokens, but not to 0; before these times are
-    known, and without decodes, `max_step_tokens` is the only limit. The planner asks before each step and reports after
-    it. Calls of `step_budget` and `on_language` may interleave (a step is planned while the one before it runs), but
-    every budget that became a plan is reported, in order.
+    known, and without decodes, `max_step_tokens` is the only limit. The planner asks before each step, the scheduler
+    reports after it. Calls of `step_budget` and `on_language` may interleave (a step is planned while the one before it
+    runs), but every budget that became a plan is reported, in order.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:

@@ -157,8 +157,9 @@ class RequestTable:
         return num_cached
 
     def requeue(self, state: RequestState) -> None:
-        """Moves a request into the queue of the phase that follows from its state and its blocks, adds it to the table
-        of decodes if it decodes, and updates its place in `unencoded`. Called after every change of these."""
+        """Moves a request into the queue of the phase that follows from its state and its blocks, or out of all if it
+        has ended; adds it to the table of decodes if it decodes, updates its place in `unencoded` and calls
+        `Connector.on_requeue`. Called after every change of these."""
         before, phase = state.phase, self.phase_of(state)
         if phase is not before:
             self.queues[before].discard(state)

@@ -68,9 +68,9 @@ class _Away:
 
 
 class _Gap:
-    """Adds up the causes of one token gap of one request. The time of the request's own chunks and images counts as the
-    kind of `away`, the time in the gap without KV here; if that is None, as preemption. Patches of a vision step count
-    once, however many language steps it delayed."""
+    """Adds up the causes of one token gap of one request. `away`: its absence in the gap, None without one. The time of
+    the request's own chunks and images counts as the kind of that absence, without one as preemption. Patches of a
+    vision step count once, however many language steps it delayed."""
 
     def __init__(self, request_id: RequestId, tpot_limit_s: float, away: _Away | None) -> None:
         self.request_id = request_id

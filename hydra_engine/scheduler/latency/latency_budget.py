@@ -149,7 +149,7 @@ class LatencyBudgets(Budgets):
 
     def step_budget(self, pending: PendingWork) -> StepBudget:
         """The budget of the next language step: the largest that keeps the limit of its decodes. Longer steps, for a
-        first token at risk or a starved prefill, are described at the class."""
+        first token at risk, waiting vision or a starved prefill, are described in the class."""
         tpot_limit_s = pending.tpot_limit_s
         highest = max(0, self._config.max_step_tokens - pending.num_decodes)
         if not pending.num_decodes or tpot_limit_s == math.inf:
