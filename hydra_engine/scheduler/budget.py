@@ -90,8 +90,7 @@ class Budgets:
     ) -> PendingWork:
         """The pending work with the latency limits of the requests; unchanged here, where nothing reads them. Called
         before `step_budget` while a decode has a TPOT limit or a first token a deadline. `ready`: the decodes of the
-        step. `due`: the request whose first token has the earliest deadline that has not passed; None if there is
-        none."""
+        step. `due`: the request whose first token has the earliest deadline that has not passed, or None."""
         return pending
 
     def step_budget(self, pending: PendingWork) -> StepBudget:

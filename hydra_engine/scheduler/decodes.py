@@ -209,8 +209,7 @@ class DecodeTable:
             self._tables, self._tables_shared = wider, False
 
     def _width(self, count: int) -> int:
-        """Number of columns for tables of `count` blocks: rounded up for growth, at most what any decode so far can
-        need."""
+        """Number of columns for tables of `count` blocks: rounded up, at most what any decode so far can need."""
         return max(count, min(-(-count // SPARE_COLUMNS) * SPARE_COLUMNS, self._max_blocks))
 
     # ---- planning
@@ -495,8 +494,7 @@ class DecodeTimes:
         return found
 
     def resume(self, index: int, resumed_s: float) -> None:
-        """Starts a new decode span after a gap: it begins at `resumed_s`, the end of the gap, and the late token is its
-        first."""
+        """Starts a new decode span at `resumed_s`, the end of a gap; the late token is its first."""
         watched = self._watched[index]
         watched.since_s, watched.num_generated = resumed_s, watched.state.num_generated - 1
         watched.num_steps, watched.num_rows = self._num_steps - 1, self._num_rows - self._latest_batch

@@ -30,8 +30,7 @@ Preempt = Callable[[RequestState], bool]
 
 
 class StepObserver:
-    """A no-op observer of steps, which blames the step for every late token. Calls for the steps of one lane come in
-    order."""
+    """A no-op observer, which blames every late token on its step. Calls for the steps of one lane come in order."""
 
     def on_vision_planned(self, now: float, items: Work) -> None:
         """Called when a vision step is planned; its lane runs it after the ones before it. `items`: patches."""
@@ -109,8 +108,7 @@ class Connector:
         set its `connector_state`."""
 
     def parks(self, state: RequestState) -> bool:
-        """True if the request's phase is PARKED: it waits for other instances, or is an encode job. It is in no new
-        language plan."""
+        """True if the request is PARKED, in no new language plan: an encode job, or it waits for other instances."""
         return False
 
     def on_requeue(self, state: RequestState) -> None:
@@ -121,8 +119,7 @@ class Connector:
         where freed KV makes a CONSUMED image CACHED."""
 
     def on_start(self, state: RequestState) -> None:
-        """Called when the request has got its slot and its cached blocks; the blocks behind these are not allocated
-        yet."""
+        """Called when the request has its slot and its cached blocks, before the blocks behind these are allocated."""
 
     def may_preempt(self, state: RequestState) -> bool:
         """False if the connector needs the request's blocks for now; it then preempts the request itself as soon as it

@@ -127,8 +127,7 @@ class StageScheduler:
         )
 
     def release(self, request_id: RequestId, now: float, error: ErrorInfo | None = None) -> list[RequestMessage]:
-        """Lets a held request start or, with `error`, ends it and returns its Finished. Ignores requests that are not
-        held."""
+        """Lets a held request start or, with `error`, ends it and returns its Finished. Ignores other requests."""
         state = self._requests.states.get(request_id)
         if state is None or state.ending is not None or not state.held:
             return []

@@ -71,8 +71,7 @@ class StepBuilder:
             self.tokens_left = max(0, self.tokens_left - chunk)
 
     def preempt(self, victim: RequestState) -> bool:
-        """Preempts a request; False if the connector needs its blocks for now. Raises NeedsResult while a step is in
-        flight."""
+        """Preempts a request; False if the connector needs its blocks for now. Raises NeedsResult if `ahead`."""
         if self.ahead:
             raise NeedsResult
         return self.requests.preempt(victim, self.now)

@@ -120,8 +120,7 @@ class Timeline:
         self._wait_stage, self.cause = "prefill_wait", "queue"
 
     def add_decode(self, since_s: float, until_s: float, *, tokens: int, batch: int) -> None:
-        """Records consecutive decode steps without a late gap, and drops an open wait. `batch`: their mean number of
-        rows."""
+        """Records consecutive decode steps without a late gap, drops an open wait. `batch`: mean number of rows."""
         self._prefill_since_s = None
         self._add("decode", since_s, until_s, batch=batch, tokens=tokens)
 
