@@ -32,8 +32,8 @@ class RemoteKvAdmission(BlockSearch):
 
     def admit(self, now: float, preempt: Preempt | None = None) -> None:
         """Admits requests while slots and blocks last: first those whose KV is offered to its end, then, if none of
-        them was left out and no request waits, others with an offer. Only a language step may `preempt`,
-        for the former."""
+        them was left out and no request waits, others with an offer. `preempt`: for the former only, None outside of a
+        language step."""
         if not self._kv_offered:
             return
         skipped: list[RequestState] = []
