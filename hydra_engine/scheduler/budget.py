@@ -137,7 +137,7 @@ class Budgets:
         """Records a vision step that has ended; ignored here."""
 
     def report(self) -> BudgetReport:
-        """The latest budgets, and how many steps with decodes there were and used up theirs."""
+        """The latest budgets, how many steps with decodes there were, and how many of these used up theirs."""
         return BudgetReport(
             token_budget=self._latest_tokens,
             image_budget=self._config.image_budget,

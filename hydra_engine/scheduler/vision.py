@@ -24,10 +24,10 @@ from hydra_engine.scheduler.requests import RequestTable
 class VisionPlanner:
     """The planner of vision steps.
 
-    Blocks are granted in order, all of an image at once, and never to a later image while an earlier one has none (an
-    encode job beyond the jobs' quota delays only other jobs). By age, with `policy.features_to_evict`, that leaves no
-    cycle of waiting, even if the cache holds only one image. The order by urgency evicts nothing; it is not used once
-    the images of the oldest request have waited for `encode_patience_s`.
+    Blocks are granted in order, all of an image at once, and to a later image only if enough stay free for every
+    earlier one (an encode job beyond the jobs' quota delays only other jobs). By age, with `policy.features_to_evict`,
+    that leaves no cycle of waiting, even if the cache holds only one image. The order by urgency evicts nothing; it is
+    not used once the images of the oldest request have waited for `encode_patience_s`.
     """
 
     def __init__(self, requests: RequestTable, budgets: Budgets, config: SchedulerConfig) -> None:

@@ -240,8 +240,8 @@ def yield_patience_s(tpot_limit_s: float | None) -> float:
 
 def part_end(start: int, num_tokens: int, min_tokens: int, block_size: int) -> int:
     """End of the next part of a prompt whose KV is copied to another instance while the next part is computed: the
-    block boundary behind the middle of what is left from `start`, or `num_tokens` if fewer than twice `min_tokens`
-    tokens are left.
+    block boundary at or behind the middle of what is left from `start`, or `num_tokens` if less than twice `min_tokens`
+    is left.
 
     Only the copy of the last part is waited for. By halving, the last part is short after a few steps; the other copies
     are hidden as long as copying a token takes no longer than computing it.
