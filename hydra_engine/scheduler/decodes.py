@@ -75,9 +75,9 @@ class DecodeTable:
     Its members, called decodes, are the requests that decode, and those whose last chunk is in flight: the decode
     behind that can be planned. They are numbered without gaps: when one leaves, the last one gets its index.
 
-    Invariants, for a decode: `starts` is `num_tokens - 1` of its state plus its tokens in flight, one for each of its
-    rows in flight and one if its last chunk is in flight. Its row of `tables` has the blocks of positions before its
-    `num_visible`, and zeros behind. Entries that a plan may see are never changed, only appended behind; when a decode
+    Invariants, for a decode: `_starts` is `num_tokens - 1` of its state plus its tokens in flight, one for each of its
+    rows in flight and one if its last chunk is in flight. Its row of `_tables` has the blocks of positions before its
+    `_num_visible`, and zeros behind. Entries that a plan may see are never changed, only appended behind; when a decode
     leaves there is a new array, so nothing is copied while the same requests decode.
     """
 
