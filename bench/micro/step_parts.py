@@ -60,6 +60,12 @@ KINDS = {
 NATIVE = ("products", "attention", "other ops")
 PARTS = (*NATIVE, "python", "lane", "between")
 _REPLAY = _C.Recording.replay
+SAMPLING = {
+    "greedy": SamplingParams(temperature=0.0, ignore_eos=True),
+    "drawn": SamplingParams(temperature=0.8, top_p=0.95, top_k=50, ignore_eos=True),
+    "penalties": SamplingParams(temperature=0.0, repetition_penalty=1.1, presence_penalty=0.5, ignore_eos=True),
+    "logprobs": SamplingParams(temperature=0.0, logprobs=5, ignore_eos=True),
+}
 _MAX_STEPS = 700  # of a run
 _TURN = 10  # steps that are timed alike, one after another
 _BLOCK = 16
@@ -140,7 +146,9 @@ class Frontend:
 class Decodes:
     """`rows` requests that decode without end behind prompts of `context` tokens."""
 
-    def __init__(self, stack: ComputeStack, wake: threading.Event, rows: int, context: int) -> None:
+    def __init__(
+        self, stack: ComputeStack, wake: threading.Event, rows: int, context: int, sampling: SamplingParams
+    ) -> None:
         self._frontend, self._wake, self._ops = Frontend(), wake, NativeOps()
         self._steps: list[dict[str, float]] = []
         self._ended_s = self._forward_s = 0.0
@@ -172,16 +180,16 @@ class Decodes:
             look_ahead=bool(config.scheduler.look_ahead),
         )
         self._vocab_size = stack.spec.language.vocab_size
-        self._add(rows, context)
+        self._add(rows, context, sampling)
 
-    def _add(self, rows: int, context: int) -> None:
+    def _add(self, rows: int, context: int, sampling: SamplingParams) -> None:
         """Takes the requests in, and runs until all decode."""
         random, highest = np.random.default_rng(0), self._vocab_size
         for index in range(rows):
             request = Request(
                 id=RequestId(index),
                 prompt_token_ids=tuple(random.integers(0, highest, context).tolist()),
-                sampling=SamplingParams(temperature=0.0, ignore_eos=True),
+                sampling=sampling,
                 max_new_tokens=_MAX_STEPS,
                 seed=0,
                 arrival_s=0.0,
@@ -235,12 +243,13 @@ def stack_of(arguments: argparse.Namespace, rows: int, wake: threading.Event) ->
     return build_worker(config, wake, lambda *_: None)
 
 
-def measure(arguments: argparse.Namespace, report: Report, rows: int) -> None:
+def measure(arguments: argparse.Namespace, report: Report, sampling: str, rows: int) -> None:
     wake = threading.Event()
     with torch.inference_mode():
         stack = stack_of(arguments, rows, wake)
         try:
-            seconds = Decodes(stack, wake, rows, arguments.context).seconds(4 if report.quick else 30)
+            decodes = Decodes(stack, wake, rows, arguments.context, SAMPLING[sampling])
+            seconds = decodes.seconds(4 if report.quick else 30)
         finally:
             stack.worker.close()
     middle = {name: median(values) for name, values in seconds.items()}
@@ -250,9 +259,14 @@ def measure(arguments: argparse.Namespace, report: Report, rows: int) -> None:
     middle |= {name: middle[name] * replay / native for name in NATIVE}
     besides = 1 - (middle["products"] + middle["attention"]) / sum(middle[name] for name in PARTS)
     report.row(
-        f"step {arguments.quantization} B={rows} KV={arguments.context}",
+        f"step {arguments.quantization} B={rows} KV={arguments.context} {sampling}",
         Seconds.of(seconds["step"]),
-        inputs={"rows": rows, "context": arguments.context, "quantization": arguments.quantization},
+        inputs={
+            "rows": rows,
+            "context": arguments.context,
+            "quantization": arguments.quantization,
+            "sampling": sampling,
+        },
         parts_s={name: middle[name] for name in PARTS},
         besides=besides,
     )
@@ -263,14 +277,16 @@ def main() -> None:
     def add(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--rows", help="requests, with commas")
         parser.add_argument("--look-ahead", action=argparse.BooleanOptionalAction, help="default: as serve has it")
+        parser.add_argument("--sampling", default="greedy", help=f"{', '.join(SAMPLING)}; with commas")
         parser.add_argument("--context", type=int, default=256, help="tokens of each prompt")
 
     arguments = parse(__doc__, add)
     arguments.device = "cpu"
     with Report("step_parts", arguments) as report:
         for rows in numbers(arguments.rows, report.quick, (1, 8), (1, 4, 8, 16)):
-            with report.case(f"B={rows}"):
-                measure(arguments, report, rows)
+            for sampling in arguments.sampling.split(","):
+                with report.case(f"B={rows} {sampling}"):
+                    measure(arguments, report, sampling, rows)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ COMMANDS = {
     "micro.prefill": ("--quick", *DEMO),
     "micro.products": ("--quick", *DEMO),
     "micro.quantized": ("--quick", *DEMO),
-    "micro.step_parts": ("--quick", *DEMO),
+    "micro.step_parts": ("--quick", "--rows", "2", "--sampling", "greedy,drawn,penalties,logprobs", *DEMO),
     "ops.attention": ("--quick",),
     "ops.cache": ("--quick",),
     "ops.linear": ("--quick",),
