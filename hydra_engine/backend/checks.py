@@ -280,9 +280,9 @@ def check_sample(logits: Tensor, sampling: SamplingTensors) -> tuple[int, int]:
     """
     wide = sampling.temperatures.dtype is torch.float64
     sizes = check_logits(logits, wide=wide)
-    for name, column in sampling._asdict().items():
-        dtype = torch.int32 if name == "top_k" else torch.float64 if wide else torch.float32
-        _check_tensor(name, column, sizes[:1], dtype)
+    shape, floats = sizes[:1], torch.float64 if wide else torch.float32
+    for name, column in zip(sampling._fields, sampling, strict=True):
+        _check_tensor(name, column, shape, torch.int32 if name == "top_k" else floats)
     return sizes
 
 
@@ -290,16 +290,14 @@ def check_adjustments(logits: Tensor, adjustments: Adjustments) -> tuple[int, in
     """Checks the arguments of `Ops.adjust_logits`: shapes and dtypes, no contents. Returns B and V."""
     batch, vocabulary = sizes = check_logits(logits, wide=True)
     num_biases, num_counted, num_masks = (len(x) for x in (adjustments.bias_ids, adjustments.counts, adjustments.masks))
-    shapes = {
-        **dict.fromkeys(("bias_begins", "bias_ends", "counted", "masked"), ((batch,), torch.int32)),
-        "bias_ids": ((num_biases,), torch.int32),
-        "bias_values": ((num_biases,), torch.float64),
-        "penalties": ((batch, 3), torch.float64),
-        "counts": ((num_counted, vocabulary), torch.int32),
-        "masks": ((num_masks, -(-vocabulary // 32)), torch.int32),
-    }
-    for name, (shape, dtype) in shapes.items():
-        _check_tensor(name, getattr(adjustments, name), shape, dtype)
+    rows = (batch,), torch.int32
+    expected = (
+        *(rows, rows, ((num_biases,), torch.int32), ((num_biases,), torch.float64)),
+        *(((batch, 3), torch.float64), rows, ((num_counted, vocabulary), torch.int32)),
+        *(rows, ((num_masks, -(-vocabulary // 32)), torch.int32)),
+    )
+    for name, tensor, (shape, dtype) in zip(adjustments._fields, adjustments, expected, strict=True):
+        _check_tensor(name, tensor, shape, dtype)
     return sizes
 
 

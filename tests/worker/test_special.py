@@ -18,6 +18,7 @@ from hydra_engine.worker.language.sampler import (
     SampledRows,
     SamplingState,
     SlotSpecials,
+    SpecialArrays,
     SpecialTensors,
     logprobs_of,
     sample_special,
@@ -163,6 +164,27 @@ def test_masks_are_made_once_as_long_as_they_stay() -> None:
     assert specials._masks[0] is kept
     specials.assign(0, SamplingState.from_request(make_request(2, [5])))
     assert specials.arrays(np.array([0]), np.array([0]), np.array([4]), 1, 41).masks.shape == (0, 2)
+
+
+def test_arrays_are_made_once_as_long_as_rows_masks_and_requests_stay() -> None:
+    specials = SlotSpecials(2)
+    parameters: list[dict[str, Any]] = [{"presence_penalty": 1.0, "logit_bias": ((3, 1.0),)}, {"min_tokens": 3}]
+    for slot, kind in enumerate(parameters):
+        specials.assign(slot, SamplingState.from_request(make_request(slot, [5], stop_token_ids=(7,), **kind)))
+
+    def made(rows: list[int], slots: list[int], count: int = 1) -> SpecialArrays:
+        return specials.arrays(np.array(rows), np.array(slots), np.full(len(rows), count), 2, 41)
+
+    first = made([0, 1], [0, 1])
+    assert made([0, 1], [0, 1], 2) is first
+    assert first.columns.masked.tolist() == [-1, 0] and first.columns.bias_ends.tolist() == [1, 1]
+    swapped = made([1, 0], [0, 1], 1)
+    assert swapped.columns.masked.tolist() == [0, -1] and swapped.columns.counted.tolist() == [-1, 0]
+    assert made([0, 1], [0, 1], 3).columns.masked.tolist() == [-1, -1]
+    alone = made([0], [0])
+    assert alone.columns.bias_ends.tolist() == [1, 0] and made([0], [0], 2) is alone
+    specials.assign(0, SamplingState.from_request(make_request(2, [5], logprobs=3)))
+    assert not made([0], [0], 2).adjusts and made([0], [0], 2).columns.num_top.tolist() == [3, -1]
 
 
 def test_a_history_reads_what_it_expects_in_order() -> None:

@@ -247,7 +247,7 @@ class SamplingOps:
         begins, ends, ids, values, penalties, counted, counts, masked, masks = (
             part.contiguous() for part in adjustments
         )
-        out = torch.empty(logits.shape, dtype=logits.dtype)
+        out = torch.empty_like(logits, memory_format=torch.contiguous_format)
         _C.adjust_logits(
             *_described(logits),
             begins.data_ptr(),
@@ -270,8 +270,8 @@ class SamplingOps:
     def score_tokens(logits: Tensor, tokens: Tensor, num_top: Tensor, max_top: int) -> tuple[Tensor, Tensor]:
         rows, _ = checks.check_scores(logits, tokens, num_top)
         tokens, num_top = tokens.contiguous(), num_top.contiguous()
-        numbers = torch.full((rows, 3 + max_top), float("nan"), dtype=logits.dtype)
-        places = torch.full((rows, 1 + max_top), -1, dtype=torch.int32)
+        numbers = torch.empty((rows, 3 + max_top), dtype=logits.dtype)
+        places = torch.empty((rows, 1 + max_top), dtype=torch.int32)
         columns = (tokens.data_ptr(), num_top.data_ptr(), max_top, numbers.data_ptr(), places.data_ptr())
         _C.score_tokens(*_described(logits), *columns)
         return numbers, places

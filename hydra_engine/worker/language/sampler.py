@@ -12,8 +12,9 @@ same request gets the same token whatever else is in the batch.
 The ops of the device compute all of it. Rows on the fast path need only filters and a draw; special rows have biases,
 penalties, masks or log probabilities. Parameters lie in arrays by sequence slot. A step sends those of its special rows
 after its forward: the mask of a grammar needs the previous token on the host, and the device computes while the host
-waits for it. Tokens of penalised requests are counted on the device, so counts include tokens that the host has not
-read. Does not know plans, caches, graphs or lanes.
+waits for it. Op by op, what the step before sent is used again while it is the same. Tokens of penalised requests are
+counted on the device, so counts include tokens that the host has not read. Does not know plans, caches, graphs or
+lanes.
 """
 
 from __future__ import annotations
@@ -161,6 +162,12 @@ class SamplingState:
         if self.params.logprobs is not None or chosen or self.rules.never or self.rules.last:
             return NO_FAST_PATH
         return max(self.params.min_tokens if self.ending_ids else 0, 1 if self.rules.not_first else 0)
+
+    @property
+    def may_mask(self) -> bool:
+        """True if `allowed_tokens` may be other than None after some number of tokens."""
+        rules = self.rules != NO_RULES or (self.ending_ids and self.params.min_tokens)
+        return bool(rules) or self.constraint is not None or self.allowed_ids is not None
 
     def unwanted(self, num_generated: int) -> tuple[int, ...]:
         """Token ids that must not be sampled after `num_generated` tokens, by `min_tokens` and the model's rules."""
@@ -315,6 +322,7 @@ def _mix64(values: _States) -> _States:
 
 _Column = TypeVar("_Column")
 _NO_PENALTY = (1.0, 0.0, 0.0)
+_NO_BIASES: tuple[Ids, Scores] = np.empty(0, dtype=np.int64), np.empty(0)
 _SHORT = 6  # columns of int32
 
 
@@ -350,25 +358,27 @@ def _blank(size: int) -> Int64s:
 
 class SpecialArrays(NamedTuple):
     """Host arrays of a step's special rows. B counts all rows of the arrays; those that are not special have no effect.
-    All but `num_top`, which `packed` contains, are sent."""
+    `columns` are views of `packed`; either is sent."""
 
-    packed: Int64s  # of `SpecialColumns`
+    packed: Int64s  # of `columns`
     bias_ids: _Words
     bias_values: npt.NDArray[np.float64]
     masks: _Words  # [M, ceil(V / 32)]
-    num_top: _Words  # [B]
+    columns: SpecialColumns[Any]
     penalises: bool = False  # any row has penalties
+    scores: bool = False  # any row has log probabilities
     failures: tuple[tuple[int, ErrorInfo], ...] = ()  # (row, why it has no token to choose from)
+
+    @property
+    def num_top(self) -> _Words:
+        """Top log probabilities of each row, as in `SpecialColumns`, [B]."""
+        num_top: _Words = self.columns.num_top
+        return num_top
 
     @property
     def adjusts(self) -> bool:
         """True if any row is drawn from other logits than the model's: it has penalties, biases or a mask."""
         return self.penalises or len(self.bias_ids) > 0 or len(self.masks) > 0
-
-    @property
-    def scores(self) -> bool:
-        """True if any row has log probabilities."""
-        return bool((self.num_top >= 0).any())
 
     @property
     def computes(self) -> bool:
@@ -380,8 +390,9 @@ class SpecialArrays(NamedTuple):
     def blank(cls, size: int, vocabulary: int) -> SpecialArrays:
         """Arrays of `size` rows none of which is special."""
         masks = np.empty((0, -(-vocabulary // 32)), dtype=np.int32)
-        none = np.full(size, -1, dtype=np.int32)
-        return cls(_blank(size).copy(), np.empty(0, np.int32), np.empty(0, np.float64), masks, none)
+        packed = _blank(size).copy()
+        columns = special_columns(packed, size, np.int32, np.float64)
+        return cls(packed, np.empty(0, np.int32), np.empty(0, np.float64), masks, columns)
 
 
 class Recounts(NamedTuple):
@@ -398,10 +409,15 @@ class SlotSpecials:
     def __init__(self, num_seq_slots: int) -> None:
         self._penalties: npt.NDArray[np.float64] = np.ones((num_seq_slots, 3), dtype=np.float64)
         self._penalised: npt.NDArray[np.bool_] = np.zeros(num_seq_slots, dtype=np.bool_)
-        self.counted: npt.NDArray[np.bool_] = np.zeros(num_seq_slots, dtype=np.bool_)  # on the device, since `assign`
+        # The tokens are counted on the device, or there is nothing to count; since `assign`.
+        self.counted: npt.NDArray[np.bool_] = np.ones(num_seq_slots, dtype=np.bool_)
         self._num_top: _Words = np.full(num_seq_slots, -1, dtype=np.int32)
         self._num_biases: Int64s = np.zeros(num_seq_slots, dtype=np.int64)
+        self._may_mask: npt.NDArray[np.bool_] = np.zeros(num_seq_slots, dtype=np.bool_)
         self._states: list[SamplingState | None] = [None] * num_seq_slots  # of biases, masks and histories
+        # Arguments, masks by row, and result of the latest call of `arrays`, until `assign`. Arguments name masks by
+        # address, so they are kept alive.
+        self._latest: tuple[object, dict[int, _Words], SpecialArrays] | None = None
         # Of requests without a grammar, with what it depends on besides the request.
         self._masks: dict[int, tuple[tuple[bool, ...], _Words]] = {}
 
@@ -410,11 +426,13 @@ class SlotSpecials:
         params = state.params
         self._penalties[seq_slot] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
         self._penalised[seq_slot] = params.penalises
-        self.counted[seq_slot] = False
+        self.counted[seq_slot] = not params.penalises
         self._num_top[seq_slot] = -1 if params.logprobs is None else params.logprobs
         self._num_biases[seq_slot] = 0 if state.biases is None else len(state.biases[0])
+        self._may_mask[seq_slot] = state.may_mask
         self._states[seq_slot] = state
         self._masks.pop(seq_slot, None)
+        self._latest = None
 
     def num_biases(self, seq_slots: Int64s) -> int:
         """Number of biases of all these slots together."""
@@ -429,9 +447,22 @@ class SlotSpecials:
     def arrays(
         self, rows: Int64s, seq_slots: Int64s, num_generated: Int64s, size: int, vocabulary: int
     ) -> SpecialArrays:
-        """Builds the host arrays of a step with `size` sampling rows. `rows`: indices of the special ones, to which
-        `seq_slots` and `num_generated` belong. Waits for the last token of requests with a grammar. A row whose mask
-        cannot be made is in `failures`. Raises BackendError if the device failed."""
+        """Builds the host arrays of a step with `size` sampling rows, or returns the latest ones, which must not be
+        changed, if they are equal. `rows`: indices of the special ones, to which `seq_slots` and `num_generated`
+        belong. Waits for the last token of requests with a grammar. A row whose mask cannot be made is in `failures`.
+        Raises BackendError if the device failed."""
+        masks: dict[int, _Words] = {}  # by row
+        failures: list[tuple[int, ErrorInfo]] = []
+        for index in self._may_mask[seq_slots].nonzero()[0].tolist():
+            row, seq_slot, count = int(rows[index]), int(seq_slots[index]), int(num_generated[index])
+            mask = run_guarded("sampling", partial(self._mask, seq_slot, count, vocabulary))
+            if isinstance(mask, ErrorInfo):
+                failures.append((row, mask))
+            elif mask is not None:
+                masks[row] = mask
+        given = rows.tobytes(), seq_slots.tobytes(), size, vocabulary, *((row, id(masks[row])) for row in masks)
+        if self._latest is not None and self._latest[0] == given and not failures:
+            return self._latest[2]
         packed = _blank(size).copy()
         columns: SpecialColumns[Any] = special_columns(packed, size, np.int32, np.float64)
         penalised = self._penalised[seq_slots]
@@ -439,33 +470,30 @@ class SlotSpecials:
         columns.counted[rows] = np.where(penalised, seq_slots, -1)
         columns.increments[rows] = 2 * penalised
         columns.num_top[rows] = np.minimum(self._num_top[seq_slots], vocabulary)
-        bias_ids, bias_values = [np.empty(0, np.int32)], [np.empty(0, np.float64)]
-        masks: list[_Words] = []
-        failures: list[tuple[int, ErrorInfo]] = []
-        end = 0
-        for row, seq_slot, count in zip(rows.tolist(), seq_slots.tolist(), num_generated.tolist(), strict=True):
-            state = self._states[seq_slot]
-            assert state is not None
-            if state.biases is not None:
-                bias_ids.append(state.biases[0].astype(np.int32))
-                bias_values.append(state.biases[1])
-                columns.bias_begins[row], end = end, end + len(state.biases[0])
-                columns.bias_ends[row] = end
-            mask = run_guarded("sampling", partial(self._mask, seq_slot, state, count, vocabulary))
-            if isinstance(mask, ErrorInfo):
-                failures.append((row, mask))
-            elif mask is not None:
-                columns.masked[row] = len(masks)
-                masks.append(mask)
-        words = -(-vocabulary // 32)
-        every = np.stack(masks) if masks else np.empty((0, words), dtype=np.int32)
-        ids, values = np.concatenate(bias_ids), np.concatenate(bias_values)
-        return SpecialArrays(packed, ids, values, every, columns.num_top, bool(penalised.any()), tuple(failures))
+        columns.masked[[*masks]] = range(len(masks))
+        columns.bias_ends[rows] = self._num_biases[seq_slots].cumsum()
+        columns.bias_begins[rows] = columns.bias_ends[rows] - self._num_biases[seq_slots]
+        biases = [state.biases for seq_slot in seq_slots.tolist() if (state := self._states[seq_slot]) and state.biases]
+        ids, values = zip(_NO_BIASES, *biases, strict=True)
+        special = SpecialArrays(
+            packed,
+            np.concatenate(ids, dtype=np.int32),
+            np.concatenate(values),
+            np.stack([*masks.values()]) if masks else np.empty((0, -(-vocabulary // 32)), dtype=np.int32),
+            columns,
+            bool(penalised.any()),
+            bool((columns.num_top >= 0).any()),
+            tuple(failures),
+        )
+        self._latest = None if failures else (given, masks, special)
+        return special
 
-    def _mask(self, seq_slot: int, state: SamplingState, num_generated: int, vocabulary: int) -> _Words | None:
+    def _mask(self, seq_slot: int, num_generated: int, vocabulary: int) -> _Words | None:
         """The mask of allowed tokens as bits, [ceil(V / 32)]; None: all are allowed, also if an earlier row of the
         request failed. With a grammar, waits for the request's tokens; other masks are kept until a rule begins or
         ceases to apply. Raises what `allowed_tokens` raises."""
+        state = self._states[seq_slot]
+        assert state is not None
         if state.constraint is not None:
             assert state.history is not None
             state.history.resolve()
@@ -570,11 +598,11 @@ def adjust_special(ops: Ops, logits: Tensor, special: SpecialTensors, counts: Te
 def logprobs_of(token: int, num_top: int, numbers: npt.NDArray[np.float32], places: _Words) -> TokenLogprobs:
     """Log probabilities of one row from `Ops.score_tokens`: numbers [3 + MAX_LOGPROBS], places [1 + MAX_LOGPROBS].
     `num_top` is at most the vocabulary."""
-    chosen, largest, total, *best = numbers.tolist()
+    chosen, largest, total, *best = numbers[: 3 + num_top].tolist()
+    rank, *ids = places[: 1 + num_top].tolist()
     log_total = largest + float(np.log(total))
-    ranked: Sequence[tuple[int, float]] = [*zip(places[1:].tolist(), best, strict=True)][:num_top]
-    top = tuple((token_id, value - log_total) for token_id, value in ranked)
-    return TokenLogprobs(token, chosen - log_total, int(places[0]), top)
+    top = tuple((token_id, value - log_total) for token_id, value in zip(ids, best, strict=True))
+    return TokenLogprobs(token, chosen - log_total, rank, top)
 
 
 # ---- log probabilities of prompt tokens

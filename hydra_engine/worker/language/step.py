@@ -37,6 +37,7 @@ from hydra_engine.worker.language.sampler import (
     SamplingArrays,
     Scores,
     SpecialArrays,
+    SpecialColumns,
     SpecialTensors,
     adjust_special,
     finite_rows,
@@ -227,6 +228,8 @@ class LanguageStep:
         self._parts = parts
         self._slot_table = slot_table
         self._graphs = graphs
+        # Special rows of the latest step op by op: their arrays, and what was sent of them, with their slots.
+        self._special: tuple[SpecialArrays, SpecialTensors, Tensor] | None = None
 
     def run(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> Samples | PendingSamples:
         """Launches the step. `records[i]` belongs to `plan.chunks[i]`. On an asynchronous device its samples are
@@ -357,21 +360,27 @@ class LanguageStep:
         if not slot_table.asynchronous and slot_table.is_greedy(sampling):
             return self._greedy(plan, rows, context)
         arrays = special = slot_table.sampling.arrays(sampling.seq_slots, sampling.num_generated)
-        if sampling.special.size:
+        beside: tuple[npt.NDArray[np.generic], ...] = sampling.seq_slots, *arrays
+        if len(sampling.special) == len(sampling.rows):
+            beside = beside[:1]  # all are drawn later, when their adjustments are known
+        elif sampling.special.size:
             special = arrays.rows(sampling.special)
-            arrays.temperatures[sampling.special] = 0.0  # drawn later, when their adjustments are known
-        inputs, (device_slots, *columns) = self._sent(plan, rows, context.scoring, (sampling.seq_slots, *arrays))
+            arrays.temperatures[sampling.special] = 0.0  # drawn later
+        inputs, (device_slots, *columns) = self._sent(plan, rows, context.scoring, beside)
         logits = self._forward(self._resolved(inputs, rows.token_ids[: len(plan.decodes)], device_slots))
         if not len(sampling.rows):
             outcome = PendingSamples(plan.num_rows, sampling.rows, parts.device.fetch(()))  # only marks the step's end
         else:
-            found = parts.ops.sample(logits, SamplingTensors(*columns))
-            if sampling.special.size:
-                outcome = self._eager_special(plan, rows, sampling, special, logits, found)
+            found = parts.ops.sample(logits, SamplingTensors(*columns)) if columns else None
+            if found is None or sampling.special.size:
+                tokens, outcome = self._eager_special(plan, rows, sampling, special, logits, found)
             else:
-                outcome = PendingSamples(plan.num_rows, sampling.rows, parts.device.fetch(found))
-            slot_table.write(device_slots, found[0])
-            slot_table.written(sampling.seq_slots)
+                tokens, outcome = found[0], PendingSamples(plan.num_rows, sampling.rows, parts.device.fetch(found))
+            if slot_table.asynchronous:
+                slot_table.write(device_slots, tokens)
+                slot_table.written(sampling.seq_slots)
+            else:
+                slot_table.put(sampling.seq_slots, tokens.numpy())
         if slot_table.asynchronous and context.scoring is None:
             return outcome
         samples = outcome.read()
@@ -386,43 +395,60 @@ class LanguageStep:
         sampling: SamplingRows,
         arrays: SamplingArrays,
         logits: Tensor,
-        found: tuple[Tensor, Tensor],
-    ) -> PendingSamples:
-        """Draws and scores the special rows, to which `arrays` belong, and replaces their tokens in `found`, the
-        (tokens, finite) of all rows that sample."""
-        (ops, device), slot_table, (tokens, finite) = (self._parts.ops, self._parts.device), self._slot_table, found
+        found: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, PendingSamples]:
+        """Draws and scores the special rows, to which `arrays` belong. `found`: (tokens, finite) of all rows that
+        sample, where special rows have their largest logit; None if all rows are special. Returns the tokens of all
+        rows that sample, with those of the special rows, and the step's samples."""
+        ops, device, slot_table = self._parts.ops, self._parts.device, self._slot_table
         index, vocabulary = sampling.special, logits.shape[1]
         seq_slots, count, places = sampling.seq_slots[index], len(index), np.arange(len(index))
         self._recount(plan, sampling, vocabulary)
         special = slot_table.specials.arrays(places, seq_slots, sampling.num_generated[index], count, vocabulary)
-        # In one copy: a device has buffers for a few of each step.
-        asked = (index, seq_slots, special.packed, special.bias_ids, special.bias_values, special.masks)
-        device_index, device_slots, packed, ids, values, masks, *columns = device.send((*asked, *arrays))
-        tensors = SpecialTensors.from_packed(packed, count, ids, values, masks)
+        asked: tuple[npt.NDArray[np.generic], ...] = index, *arrays
+        if self._special is not None and self._special[0] is special:
+            _, tensors, device_slots = self._special
+            device_index, *draws = device.send(asked)
+        else:  # in one copy: a device has buffers for a few of each step
+            lists = special.bias_ids, special.bias_values, special.masks
+            sent = device.send((*asked, seq_slots, *lists, *special.columns))
+            (device_index, *draws), (device_slots, ids, values, masks, *columns) = (
+                sent[: len(asked)],
+                sent[len(asked) :],
+            )
+            tensors = SpecialTensors(SpecialColumns(*columns), ids, values, masks)
+            self._special = special, tensors, device_slots
         if not slot_table.asynchronous:
             chosen = _host_rows(logits, index, wide=special.computes)
         else:
             chosen = logits if count == len(logits) else logits.index_select(0, device_index)
-            chosen = chosen.to(columns[0].dtype)
-        if special.adjusts or arrays.temperatures.any():
+            chosen = chosen.to(draws[0].dtype)
+        if found is None or special.adjusts or np.count_nonzero(arrays.temperatures):
             adjusted = chosen
             if special.adjusts:
                 adjusted = adjust_special(ops, chosen, tensors, slot_table.counts(vocabulary))
-            drawn, _ = ops.sample(adjusted, SamplingTensors(*columns))
-            tokens.index_copy_(0, device_index, drawn)
+            tokens, finite = ops.sample(adjusted, SamplingTensors(*draws))
+            if found is None:
+                found = tokens, finite
+            else:
+                found[0].index_copy_(0, device_index, tokens)
+        else:
+            tokens = found[0].index_select(0, device_index)
         scores: tuple[Tensor, ...] = ()
-        if special.penalises or special.scores:
-            of_rows = tokens.index_select(0, device_index)
         if special.scores:
-            scores = ops.score_tokens(chosen, of_rows, tensors.columns.num_top, MAX_LOGPROBS)
+            scores = ops.score_tokens(chosen, tokens, tensors.columns.num_top, MAX_LOGPROBS)
         if special.penalises:  # last, since a step that ran out of memory is run again and would count twice
-            slot_table.count(device_slots, of_rows, tensors.columns.increments, vocabulary)
-        return self._pending_samples(plan.num_rows, rows, sampling, special, places, (tokens, finite, *scores))
+            slot_table.count(device_slots, tokens, tensors.columns.increments, vocabulary)
+        samples = self._pending_samples(plan.num_rows, rows, sampling, special, places, (*found, *scores))
+        return found[0], samples
 
     def _recount(self, plan: LanguagePlan, sampling: SamplingRows, vocabulary: int) -> None:
         """Recounts the tokens of requests with penalties whose prompt or recomputation ends here, or ended in a step
-        that sampled nothing: the latest token of a request that is prefilled again may be planned as a decode."""
+        that sampled nothing: the latest token of a request that is prefilled again may be planned as a decode. Does
+        nothing in a step of decodes if no slot is to be counted."""
         specials, special = self._slot_table.specials, sampling.special
+        if not plan.chunks and np.count_nonzero(specials.counted) == len(specials.counted):
+            return
         seq_slots = sampling.seq_slots[special]
         ended = seq_slots[(special >= len(plan.decodes)) | ~specials.counted[seq_slots]]
         recounts = specials.recounts(ended, vocabulary)
@@ -435,7 +461,7 @@ class LanguageStep:
         """Returns `inputs` with the decode tokens that only the device has, -1 in `decoded`, filled in. `seq_slots`
         begin with the slots of the decodes."""
         count = len(decoded)
-        if not (decoded < 0).any():
+        if not np.count_nonzero(decoded < 0):
             return inputs
         head, rest = inputs.token_ids[:count], inputs.token_ids[count:]
         # What was sent may be the plan's own memory: nothing is written there.
@@ -457,14 +483,16 @@ class LanguageStep:
         scores. `found`: (tokens, finite) of all rows that sample, then (numbers, places) of `Ops.score_tokens` if any
         row is scored. The requests' histories will read their tokens from the result."""
         index_of = dict(zip(places.tolist(), sampling.special.tolist(), strict=True))
-        num_top = special.num_top.tolist()
-        scored = tuple((index, place, num_top[place]) for place, index in index_of.items() if num_top[place] >= 0)
+        scored: tuple[tuple[int, int, int], ...] = ()
+        if special.scores:
+            num_top = special.num_top.tolist()
+            scored = tuple((index, place, num_top[place]) for place, index in index_of.items() if num_top[place] >= 0)
         failures = tuple((index_of[place], error) for place, error in special.failures)
         fetch = self._parts.device.fetch(found if scored else found[:2])
         pending = PendingSamples(num_rows, sampling.rows, fetch, scored, failures)
         failed = {index for index, _ in failures}
-        for index in index_of.values():
-            history = self._slot_table.specials.history(int(sampling.seq_slots[index]))
+        for index, seq_slot in zip(index_of.values(), sampling.seq_slots[sampling.special].tolist(), strict=True):
+            history = self._slot_table.specials.history(seq_slot)
             if history is not None and index not in failed:
                 history.expect(int(rows.num_context[sampling.rows[index]]), partial(pending.token, index))
         return pending
