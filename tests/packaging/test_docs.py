@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -135,3 +137,18 @@ def test_the_troubleshooting_page_quotes_what_the_code_says() -> None:
 def test_what_is_not_said_is_not_found() -> None:
     assert is_said("cannot listen on ...: ...") and is_said("the model is still loading")
     assert not is_said("the model is ... loading") and not is_said("the engine is tired")
+
+
+@pytest.mark.slow
+def test_the_reference_defines_what_the_engine_names(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error::UserWarning", "-m", "tools.api_reference", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    for page, name in (
+        ("frontend/call", "CallOptions.temperature"),
+        ("frontend/call", "BatchOptions.progress"),
+        ("frontend/handle", "Handle.result"),
+        ("core/request", "Slo.tpot_s"),
+        ("core/outputs", "Result.usage"),
+        ("backend/base", "Ops.linear"),
+    ):
+        assert f'id="{name}"' in text_of(tmp_path / "hydra_engine" / f"{page}.html"), name
