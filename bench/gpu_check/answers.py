@@ -80,6 +80,12 @@ def _layer(documents: Documents) -> str:
     return "; ".join(found)
 
 
+def _of_floors(row: Row) -> str:
+    """The row's time over its floor, and over the floor at sustained clocks where that was measured."""
+    sustained = f", {row['of_sustained_floor']:.2f} of the sustained one" if "of_sustained_floor" in row else ""
+    return f"{row['of_floor']:.2f} of its floor{sustained}"
+
+
 def _decode(documents: Documents) -> str:
     rows, found = documents.rows(f"decode-{LLAVA}"), []
     one = next((row for row in rows if "spread" in row and row["inputs"].get("how") == "graph"), None)
@@ -91,8 +97,8 @@ def _decode(documents: Documents) -> str:
         long = next((r for r in graphs if r["inputs"].get("how") == "graph" and " but one of " in r["what"]), None)
         wide = next((r for r in graphs if "tables of" in r["what"] and "contexts" not in r["inputs"]), None)
         if even is not None:
-            found.append(f"B={count} {_ms(even):.2f} ms, {even['of_floor']:.2f} of its floor")
-            found += [f"one long context of them {long['of_floor']:.2f} of its floor"] if long is not None else []
+            found.append(f"B={count} {_ms(even):.2f} ms, {_of_floors(even)}")
+            found += [f"one long context of them {_of_floors(long)}"] if long is not None else []
             found += [f"served table {_ms(wide) / _ms(even):.2f} times as long"] if wide is not None else []
     return "; ".join(found)
 
@@ -101,7 +107,7 @@ def _qwen(documents: Documents) -> str:
     encodes = documents.rows(f"encode-{QWEN}", "graph b=1") or documents.rows(f"encode-{QWEN}", "b=1")
     decodes = documents.rows(f"decode-{QWEN}", "graph B=8 ")
     found = [f"encode {_ms(encodes[0]):.1f} ms"] if encodes else []
-    return "; ".join([*found, *(f"B=8 {row['of_floor']:.2f} of its floor" for row in decodes[:1])])
+    return "; ".join([*found, *(f"B=8 {_of_floors(row)}" for row in decodes[:1])])
 
 
 def _twin(documents: Documents) -> str:
@@ -115,7 +121,7 @@ def _decodes(documents: Documents) -> str:
     found = []
     for row in documents.rows("attn_decode", "B=64"):
         peer = row["over_peers"].get("flashinfer")
-        found.append(f"{row['what'].removeprefix('attention ')} {row['of_floor']:.2f} of its floor")
+        found.append(f"{row['what'].removeprefix('attention ')} {_of_floors(row)}")
         found += [f"FlashInfer {1 / peer:.2f} times as fast"] if peer else []
     return "; ".join(found)
 

@@ -54,7 +54,7 @@ def test_the_rate_of_48_multiprocessors_decides_what_is_built(tmp_path: Path, ra
 def test_documents_answer_with_the_rows_that_are_asked_for(tmp_path: Path) -> None:
     write(tmp_path, "layer", [row("LLaVA B=1 o + add", 3e-6), row("LLaVA B=1 layer", 12e-6, parts_s=7e-6)])
     write(tmp_path, "products", [row("fc1 + silu", 1e-3, peers={"product": {"median": 9e-4}}, activation_s=9e-5)])
-    decode = row("attention GQA B=64 KV=1024", of_floor=0.64, over_peers={"flashinfer": 0.8})
+    decode = row("attention GQA B=64 KV=1024", of_floor=0.64, of_sustained_floor=0.7, over_peers={"flashinfer": 0.8})
     write(tmp_path, "attn_decode", [decode])
     attention = {"work": [{"flops": 1e12}], "peers": {"cudnn": {"median": 2e-3}}}
     write(tmp_path, "attn_prefill", [row("prompts MHA 32:32x128 S=1024 b=1 blocks of 16", 4e-3, **attention)])
@@ -79,7 +79,10 @@ def test_documents_answer_with_the_rows_that_are_asked_for(tmp_path: Path) -> No
     found = answered(tmp_path)
     assert found["layer"] == "LLaVA B=1: 12.0 us, its kernels alone 7.0"
     assert found["products"] == "fc1 + silu: 10.0% of the product"
-    assert found["attn_decode"] == "GQA B=64 KV=1024 0.64 of its floor; FlashInfer 1.25 times as fast"
+    assert (
+        found["attn_decode"]
+        == "GQA B=64 KV=1024 0.64 of its floor, 0.70 of the sustained one; FlashInfer 1.25 times as fast"
+    )
     assert found["attn_prefill"] == "TFLOP/s at 1,024 tokens: ours 250, cudnn 500"
     assert found[LLAVA] == (
         "B=1 4.00 ms, 11.0% apart; B=8 5.00 ms, 0.80 of its floor; one long context of them 0.40 of its floor; "

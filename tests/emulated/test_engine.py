@@ -87,7 +87,6 @@ def check(streams: Streams, model_dir: Path, *, like: Path | None = None, **opti
 
 
 @pytest.mark.quick("llava")
-@pytest.mark.quick("qwen2_vl")
 @pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
 def test_tokens_are_those_of_a_processor(streams: Streams, models: Models, family: str) -> None:
     check(streams, models(family), **FORMS["graphs"])
@@ -117,11 +116,15 @@ def test_every_family_and_every_form(streams: Streams, models: Models, family: s
 def test_tokens_of_a_quantised_checkpoint_are_those_of_the_dequantised_one(
     streams: Streams, models: Models, tmp_path: Path, method: str, form: str
 ) -> None:
+    check_quantised(streams, models, tmp_path, method, **FORMS[form])
+
+
+def check_quantised(streams: Streams, models: Models, tmp_path: Path, method: str, **options: Any) -> None:
     """Activations are not rounded on a GPU, so a processor computes with the dequantised weights here."""
     plain, quantised, tensors = models("llava"), tmp_path / "quantised", tmp_path / "tensors"
     weights = write_checkpoint(plain, quantised, METHODS[method], nested="text_config")
     write_dequantized(plain, tensors, weights)
-    check(streams, quantised, like=tensors, **FORMS[form])
+    check(streams, quantised, like=tensors, **options)
 
 
 @pytest.mark.slow
@@ -129,10 +132,14 @@ def test_tokens_of_a_quantised_checkpoint_are_those_of_the_dequantised_one(
 def test_tokens_with_keys_and_values_of_int8_are_those_of_a_processor(
     streams: Streams, models: Models, form: str
 ) -> None:
-    """The processor's reference ops: its kernels round a key of a million otherwise."""
-    model_dir, options = models("qwen2_5_vl"), {"kv_cache_dtype": "int8"}
-    wanted = expected(model_dir, backend="reference", **options)
-    with Engine(model_dir, device="cuda", **(SMALL | {"max_num_seqs": 6} | options | FORMS[form])) as engine:
+    check_int8_keys(streams, models, **FORMS[form])
+
+
+def check_int8_keys(streams: Streams, models: Models, **options: Any) -> None:
+    """Compares with a processor's reference ops: its kernels round a key of a million otherwise."""
+    model_dir, int8 = models("qwen2_5_vl"), {"kv_cache_dtype": "int8"}
+    wanted = expected(model_dir, backend="reference", **int8)
+    with Engine(model_dir, device="cuda", **(SMALL | {"max_num_seqs": 6} | int8 | options)) as engine:
         streams.serving = True
         assert ask(engine) == wanted
         assert ask(engine) == wanted, "with what the caches hold"

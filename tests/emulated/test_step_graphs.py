@@ -110,21 +110,48 @@ def test_a_step_with_pictures_is_one_graph(
     assert len(steps.op_by_op) == len(steps.graphs) and min(steps.op_by_op) >= 4 * LAUNCHES, "of two layers"
 
 
+ROOM = {"token_budget": 640}  # of a step, for several prompts with pictures
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "form"),
     [
         *((family, "graphs") for family in WITH_PICTURES),
         *(("qwen3_vl", form) for form in ("deterministic", "divided", "full", "sliced")),
+        *zip(
+            ("llava", "qwen2_vl", "internvl", "minicpmv4_6"),
+            ("deterministic", "divided", "full", "sliced"),
+            strict=True,
+        ),
     ],
 )
 def test_every_family_computes_whole_prompts_in_graphs(
     streams: Streams, models: Models, steps: Steps, family: str, form: str
 ) -> None:
     """Engines whose steps have room for several prompts with pictures; what is scored alone is launched op by op."""
-    options = test_engine.FORMS[form] | {"token_budget": 640}
-    test_engine.check(streams, models(family), **options)
-    assert len(steps.graphs) > 20 and max(steps.graphs) <= LAUNCHES + SPECIAL_LAUNCHES
+    test_engine.check(streams, models(family), **test_engine.FORMS[form], **ROOM)
+    assert_graphs(steps)
+
+
+@pytest.mark.slow
+def test_whole_prompts_over_int8_keys_are_graphs(streams: Streams, models: Models, steps: Steps) -> None:
+    test_engine.check_int8_keys(streams, models, **test_engine.FORMS["graphs"], **ROOM)
+    assert_graphs(steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["w4-32", "fp8-128"])
+def test_whole_prompts_with_quantised_weights_are_graphs(
+    streams: Streams, models: Models, steps: Steps, tmp_path: Path, method: str
+) -> None:
+    test_engine.check_quantised(streams, models, tmp_path, method, **test_engine.FORMS["graphs"], **ROOM)
+    assert_graphs(steps)
+
+
+def assert_graphs(steps: Steps) -> None:
+    """All steps were graphs, but those of scored prompts."""
+    assert len(steps.graphs) > 15 and max(steps.graphs) <= LAUNCHES + SPECIAL_LAUNCHES
     assert steps.op_by_op == steps.scored and min(steps.scored) > 4 * LAUNCHES
 
 
