@@ -43,9 +43,9 @@ def write(directory: Path) -> None:
     for module in map(import_module, MODULES):
         for kind in vars(module).values():
             if getattr(kind, "__module__", "") == module.__name__ and (is_dataclass(kind) or hasattr(kind, "_fields")):
-                create = kind.__init__ if is_dataclass(kind) else kind.__new__
+                create = getattr(kind, "__init__" if is_dataclass(kind) else "__new__")
                 create.__annotations__.update(get_type_hints(kind))  # pdoc cannot resolve these
-    import_module("hydra_engine.core.request").__all__ = ["Slo"]  # the others are the engine's own
+    vars(import_module("hydra_engine.core.request"))["__all__"] = ["Slo"]  # the others are the engine's own
     # A package's name alone would document all that is in it.
     others = "|".join(name.removeprefix("hydra_engine.").replace(".", r"\.") for name in MODULES[1:])
     parents = {name.split(".")[1] for name in MODULES[1:]}
