@@ -150,7 +150,7 @@ def test_whole_prompts_with_quantised_weights_are_graphs(
 
 
 def assert_graphs(steps: Steps) -> None:
-    """All steps were graphs, but those of scored prompts."""
+    """Checks that steps replayed graphs, except for scored prompts."""
     assert len(steps.graphs) > 15 and max(steps.graphs) <= LAUNCHES + SPECIAL_LAUNCHES
     assert steps.op_by_op == steps.scored and min(steps.scored) > 4 * LAUNCHES
 
