@@ -1,5 +1,5 @@
-"""The commands for a person at a terminal that start no engine: a chat client for any server with OpenAI's API, and
-completion for shells.
+"""Commands for a person at a terminal: a chat client for any server with OpenAI's API, answers to a file of requests,
+benchmarks of the source tree, and completion for shells.
 
 A package beside the engine, in the same wheel: it uses the engine's settings, timelines and parsers.
 """
@@ -7,4 +7,10 @@ A package beside the engine, in the same wheel: it uses the engine's settings, t
 from hydra_engine.cli.commands import Command
 
 CHAT = Command("chat with a running server in the terminal", "hydra_terminal.chat", position=21)
+RUN_BATCH = Command(
+    "answer a file of requests in OpenAI's batch format with an embedded engine",
+    "hydra_terminal.run_batch",
+    position=30,
+)
+BENCH = Command("run a benchmark of the source tree: ops, stages, serving", "hydra_terminal.bench", position=50)
 COMPLETION = Command("print a completion script for bash, zsh or fish", "hydra_terminal.completion", position=80)

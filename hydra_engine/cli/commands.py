@@ -32,11 +32,7 @@ _OWN = {
     "generate": Command(
         "answer one question, with or without pictures, with an embedded engine", "hydra_engine.cli.generate", 20
     ),
-    "run-batch": Command(
-        "answer a file of requests in OpenAI's batch format with an embedded engine", "hydra_engine.cli.run_batch", 30
-    ),
     "demo": Command("answer four questions with the shipped model, with timelines", "hydra_engine.cli.demo", 40),
-    "bench": Command("run a benchmark of the source tree: ops, stages, serving", "hydra_engine.cli.bench", 50),
     "config": Command("print the effective configuration and the source of each value", "hydra_engine.cli.config", 60),
     "doctor": Command(
         "print hardware, libraries and the implementation of each operation; also called env",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from bench.serve.options import MODES, Settings, seconds, settings_from
-from hydra_engine.cli.bench import _benchmarks
 from hydra_planner.slo import Limits
+from hydra_terminal.bench import _benchmarks
 
 
 def settings(*arguments: str) -> Settings:

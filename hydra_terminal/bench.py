@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hydra_engine.errors import ConfigError
 
-_FOLDER = Path(__file__).parents[2] / "bench"
+_FOLDER = Path(__file__).parents[1] / "bench"
 _MICRO = _FOLDER / "micro"
 _WIDTH = 100
 _SERVING = "the engine as it is used"
