@@ -118,20 +118,12 @@ class QueryLedger(msgspec.Struct, frozen=True, tag=True):
     query_id: int
 
 
-class SetFault(msgspec.Struct, frozen=True, tag=True):
-    """Arms a named fault point. For tests: an instance that was not built with fault points logs an error instead."""
-
-    point: str
-    action: str
-    argument: str = ""
-
-
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Stops the instance at once: requests that still run get no Finished. To drain it, the frontend first stops
     submitting and waits."""
 
 
-ToInstance = Submit | Encode | Abort | HandOver | SetRole | ResetCaches | QueryLedger | SetFault | Shutdown
+ToInstance = Submit | Encode | Abort | HandOver | SetRole | ResetCaches | QueryLedger | Shutdown
 
 
 # ---- instance -> frontend

@@ -23,7 +23,7 @@ from hydra_engine.config import EngineConfig
 from hydra_engine.core.call import GenerationCall
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import InstanceState, Topology
-from hydra_engine.core.messages import Loading, ResetCaches, SetFault, ToFrontend, ToInstance
+from hydra_engine.core.messages import Loading, ResetCaches, ToFrontend, ToInstance
 from hydra_engine.core.outputs import Result
 from hydra_engine.core.reports import InstanceSummary, LedgerReport, Status
 from hydra_engine.core.sampling import NO_DEFAULTS, GenerationDefaults
@@ -396,12 +396,6 @@ class Frontend:
     def trace_events(self, seconds: float) -> list[dict[str, Any]]:
         """Trace events of requests that ended in the last `seconds`. Thread-safe."""
         return self.trace.events(since_s=self._clock.now() - seconds)
-
-    def set_fault(self, point: str, action: str, argument: str = "", instance: str | None = None) -> None:
-        """Arms a fault point of one instance, or of all if `instance` is None."""
-        for name, link in list(self._links.items()):
-            if instance in (None, name):
-                link.end.send([SetFault(point, action, argument)])
 
     # ---- roles at run time
 

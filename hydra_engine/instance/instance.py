@@ -9,7 +9,6 @@ import torch, does not know where its worker computes or what is at the other en
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 from dataclasses import dataclass
@@ -28,7 +27,6 @@ from hydra_engine.core.messages import (
     QueryLedger,
     RequestMessage,
     ResetCaches,
-    SetFault,
     SetRole,
     Shutdown,
     Submit,
@@ -52,7 +50,6 @@ if TYPE_CHECKING:
     from hydra_engine.instance.ports import Inbox, Outbox, WorkerPort
     from hydra_engine.scheduler.scheduler import StageScheduler
 
-logger = logging.getLogger(__name__)
 
 STATUS_PERIOD_S = 0.25
 HOLD_S = 60.0  # maximum hold of a request while the worker prepares it, including its wait behind others
@@ -166,8 +163,6 @@ class Instance:
                 self._emit(self._scheduler.abort(message.request_id, self._clock.now()), outgoing)
             case QueryLedger():
                 outgoing.append(self._ledger(message.query_id))
-            case SetFault():
-                logger.error("fault point %s refused: this instance has none", message.point)
             case Shutdown():
                 self._stopping = True
 

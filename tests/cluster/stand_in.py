@@ -17,22 +17,13 @@ from hydra_engine.cluster.peers import PeerSockets
 from hydra_engine.cluster.process import ConnectPeers, RunInstance, main
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.messages import (
-    WIRE_VERSION,
-    Failed,
-    Loading,
-    NeedImages,
-    PeerState,
-    Ready,
-    SetFault,
-    SetRole,
-    Shutdown,
-)
+from hydra_engine.core.messages import WIRE_VERSION, Failed, Loading, NeedImages, PeerState, Ready, SetRole, Shutdown
 from hydra_engine.core.pools import Exports
 from hydra_engine.core.reports import InstanceSummary, LedgerReport, Status
 from hydra_engine.errors import ConfigError
 from hydra_engine.instance.ports import FromPeer, Inbox, InstanceContext, Outbox, PeerDown, PeerUp
 from hydra_engine.transfer.messages import Offer
+from tests.faults import SetFault
 
 PERIOD_S = 0.05
 SLOW_S = 0.8  # of a processor

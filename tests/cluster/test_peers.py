@@ -17,12 +17,13 @@ from hydra_engine.cluster.children import ProcessChild
 from hydra_engine.cluster.peers import PeerSockets
 from hydra_engine.cluster.wire import send_with
 from hydra_engine.config import EngineConfig
-from hydra_engine.core.messages import WIRE_VERSION, PeerState, SetFault, ToFrontend
+from hydra_engine.core.messages import WIRE_VERSION, PeerState, ToFrontend
 from hydra_engine.core.pools import Exports
 from hydra_engine.instance.ports import FromPeer, PeerDown, PeerUp
 from hydra_engine.transfer.messages import TRANSFER_VERSION, Ack, Hello, Renew
 from tests.cluster.conftest import alive, open_descriptors, wait_until
 from tests.cluster.stand_in import COMMAND, exports, offer
+from tests.faults import SetFault
 
 pytestmark = pytest.mark.usefixtures("no_leak")
 

@@ -24,13 +24,14 @@ from hydra_engine.cluster.spawn import spawn
 from hydra_engine.cluster.supervisor import Supervisor
 from hydra_engine.config import ClusterConfig, EngineConfig
 from hydra_engine.core.instances import Condition, InstanceState, Role
-from hydra_engine.core.messages import NeedImages, SetFault
+from hydra_engine.core.messages import NeedImages
 from hydra_engine.core.reports import LedgerReport
 from hydra_engine.errors import ConfigError, EngineClosed
 from tests.cluster import stand_in
 from tests.cluster.conftest import alive, open_descriptors, wait_until
 from tests.cluster.recorder import Recorder
 from tests.cluster.stand_in import COMMAND
+from tests.faults import SetFault
 
 pytestmark = pytest.mark.usefixtures("no_leak")
 

@@ -24,6 +24,7 @@ from tests.emulated.cuda import NO_PEER_ACCESS, emulated_cuda
 from tests.emulated.process import FINDINGS
 from tests.emulated.streams import Streams
 from tests.engine.conftest import assert_at_rest, picture
+from tests.faults import set_fault
 from tests.kernels.scaled_mm import scaled_mm
 from tests.models.quantized.written import METHODS, write_checkpoint, write_dequantized
 from tools.demo_training.scenes import held_out_questions
@@ -240,9 +241,9 @@ def test_without_memory_for_a_step_requests_are_computed_alone(models: Models, m
     with emulated_cuda() as streams, Engine(models("llava"), device="cuda", **SMALL, **FORMS["eager"]) as engine:
         streams.serving = True
         for point in ("eng.before_step", "eng.mid_step"):
-            engine.frontend.set_fault(point, "oom", "times=1")
+            set_fault(engine.frontend, point, "oom", "times=1")
             assert ask(engine) == expected(models("llava"))
-        engine.frontend.set_fault("vis.before_step", "raise", "times=1")
+        set_fault(engine.frontend, "vis.before_step", "raise", "times=1")
         assert ask(engine) == expected(models("llava"))
         streams.serving = False
     assert_clean(streams)

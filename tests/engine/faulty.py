@@ -22,6 +22,7 @@ from hydra_engine.core.outputs import Result
 from hydra_engine.errors import HydraError
 from hydra_engine.frontend.handle import Handle
 from tests.engine.conftest import assert_at_rest
+from tests.faults import set_fault
 
 ANSWER_S = 30.0  # whoever has no answer by then has been forgotten
 OPTIONS: dict[str, Any] = {"threads": 1, "block_size": 4, "num_kv_blocks": 512, "token_budget": 24, "recovery_s": 20.0}
@@ -85,7 +86,7 @@ class Rig:
             self.signal(name, signal.SIGCONT)
 
     def arm(self, name: str, point: str, action: str, argument: str = "") -> None:
-        self.engine.frontend.set_fault(point, action, argument, instance=name)
+        set_fault(self.engine.frontend, point, action, argument, instance=name)
 
     def died(self, name: str, before: InstanceState) -> bool:
         return self.state(name).restarts > before.restarts

@@ -10,6 +10,7 @@ import pytest
 from hydra_engine.errors import RequestAborted
 from tests import faults
 from tests.engine.conftest import EngineFactory, assert_at_rest, picture
+from tests.faults import set_fault
 
 LONG = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}
 
@@ -34,7 +35,7 @@ def test_cancel_frees_everything(make_engine: EngineFactory, point: str | None, 
     engine = make_engine()
     expected = engine.generate("neighbour", **LONG).token_ids
     if point is not None:
-        engine.frontend.set_fault(point, "delay", "seconds=0.3 times=3")
+        set_fault(engine.frontend, point, "delay", "seconds=0.3 times=3")
     neighbour = engine.submit("neighbour", **LONG)
     doomed = engine.submit("doomed", [picture(1), picture(2)], **LONG)
     if wait_s is None:

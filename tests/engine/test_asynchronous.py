@@ -21,6 +21,7 @@ from hydra_engine.worker.language.graphs import DecodeGraphs
 from hydra_engine.worker.vision.graphs import EncodeGraphs
 from tests import faults
 from tests.engine.conftest import EngineFactory, assert_at_rest, picture
+from tests.faults import set_fault
 
 ENDLESS = {"max_tokens": 24, "ignore_eos": True}
 ASKED: list[tuple[str, Any, dict[str, Any]]] = [
@@ -145,14 +146,14 @@ def test_without_memory_one_request_is_told_to_come_again(
     engine = make_engine(**FORMS[form])
     handles = {text: engine.submit(text, image, **(ENDLESS | options)) for text, image, options in ASKED}
     number = 1 + len(handles)
-    engine.frontend.set_fault("eng.mid_step", "oom", f"request={number}")
+    set_fault(engine.frontend, "eng.mid_step", "oom", f"request={number}")
     with pytest.raises(Unavailable, match="not enough memory") as caught:
         engine.generate("too much", **ENDLESS)
     assert caught.value.status == 503 and caught.value.retry_after_s
     assert {text: handle.result(60).token_ids for text, handle in handles.items()} == {
         text: expected[text] for text in handles
     }
-    engine.frontend.set_fault("eng.mid_step", "off", "")
+    set_fault(engine.frontend, "eng.mid_step", "off", "")
     assert answer(engine, *ASKED[0]) == expected[ASKED[0][0]]
 
 

@@ -19,6 +19,7 @@ from tests import faults
 from tests.engine.conftest import EngineFactory, assert_at_rest, picture
 from tests.engine.test_processes import instance_pid
 from tests.engine.test_reuse import BLOCK, images_encoded, stages
+from tests.faults import set_fault
 
 SEED = 41
 SEEDED: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "max_tokens": 12, "ignore_eos": True}
@@ -148,7 +149,7 @@ def test_cancelling_ends_all_answers(make_engine: EngineFactory, monkeypatch: py
     reported: list[Result] = []
     engine.add_observer(reported.append)
     if not begun:
-        engine.frontend.set_fault("eng.before_step", "delay", "seconds=0.3 times=1")
+        set_fault(engine.frontend, "eng.before_step", "delay", "seconds=0.3 times=1")
     handle = engine.submit("Hello", n=3, **(SEEDED | {"max_tokens": 400}))
     if begun:
         seen = set()
@@ -173,14 +174,14 @@ def test_an_answer_that_fails_takes_the_others_with_it(
     engine = make_engine()
     reported: list[Result] = []
     engine.add_observer(reported.append)
-    engine.frontend.set_fault("eng.mid_step", "nan", f"request={1 + index}")
+    set_fault(engine.frontend, "eng.mid_step", "nan", f"request={1 + index}")
     handle = engine.submit("Hello", n=3, **(SEEDED | {"max_tokens": 400}))
     with pytest.raises(RequestFailed, match="finite"):
         handle.result(20)
     assert_at_rest(engine)
     errors = [type(result.error) for result in reported]
     assert errors.count(RequestFailed) == 1 and len(errors) == (3 if index else 1)
-    engine.frontend.set_fault("eng.mid_step", "off")
+    set_fault(engine.frontend, "eng.mid_step", "off")
     assert len(engine.generate("Hello", n=2, **SEEDED).choices) == 2
 
 
@@ -190,7 +191,7 @@ def test_answers_begin_although_the_first_one_s_instance_dies(
 ) -> None:
     faults.enable(monkeypatch)
     engine = make_engine(processes=True, recovery_s=30.0)
-    engine.frontend.set_fault("eng.before_step", "delay", "seconds=20")
+    set_fault(engine.frontend, "eng.before_step", "delay", "seconds=20")
     handle = engine.submit(TEXT, picture(1), n=3, seed=SEED, **SEEDED)
     time.sleep(0.3)
     os.kill(instance_pid(engine), signal.SIGKILL)

@@ -14,11 +14,11 @@ from bench.mixed import Outcome
 from hydra_engine import Engine
 from hydra_engine.cluster.member import InstanceLink, Pace
 from hydra_engine.core.instances import Condition
-from hydra_engine.core.messages import SetFault
 from hydra_engine.errors import HydraError
 from tests import faults
 from tests.campaigns.restless import RestlessEngine
 from tests.engine.faulty import OPTIONS, Rig, ended, few_requests, outcome_of, right_answers, until
+from tests.faults import SetFault, set_fault
 
 REQUESTS = few_requests()
 TEXT = [index for index, request in enumerate(REQUESTS) if not request.pictures]
@@ -110,7 +110,7 @@ def poison(engine: Engine, point: str) -> None:
         on_up(link)
 
     frontend.on_up = armed  # type: ignore[method-assign]
-    frontend.set_fault(point, "kill", f"token={POISON}")
+    set_fault(frontend, point, "kill", f"token={POISON}")
 
 
 @pytest.mark.slow

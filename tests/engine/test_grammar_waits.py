@@ -17,6 +17,7 @@ from hydra_engine.instance import instance
 from tests import faults
 from tests.engine.conftest import EngineFactory, assert_at_rest, picture
 from tests.engine.faulty import until
+from tests.faults import set_fault
 
 PLAIN = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
 
@@ -112,7 +113,7 @@ def test_streams_go_on_in_each_instance(
     faults.enable(monkeypatch)
     engine = make_engine(topology="E+P+D")
     expected = engine.generate("a story", **PLAIN).token_ids
-    engine.frontend.set_fault("eng.before_compile", "delay", "seconds=6 times=1", where)
+    set_fault(engine.frontend, "eng.before_compile", "delay", "seconds=6 times=1", where)
     slow = engine.submit("x", [picture(1)], sampling=bound_by("[a-c]{3}"))
     others = [engine.submit("a story", **PLAIN) for _ in range(3)]
     assert [handle.result(60).token_ids for handle in others] == [expected] * 3
@@ -126,7 +127,7 @@ def test_an_instance_that_dies_while_it_compiles_is_replaced(
 ) -> None:
     faults.enable(monkeypatch)
     engine = make_engine(topology="2EPD")
-    engine.frontend.set_fault("eng.before_compile", "kill", "times=1", engine.instances()[0].name)
+    set_fault(engine.frontend, "eng.before_compile", "kill", "times=1", engine.instances()[0].name)
     handles = [engine.submit("x", sampling=bound_by(f"[a-c]{{{i}}}")) for i in range(1, 5)]
     for count, handle in enumerate(handles, start=1):
         assert re.fullmatch(f"[a-c]{{{count}}}", handle.result(60).text)

@@ -12,6 +12,7 @@ from hydra_engine.errors import RequestFailed
 from tests import faults
 from tests.calls import asked
 from tests.engine.conftest import EngineFactory, assert_at_rest, picture
+from tests.faults import set_fault
 from tools.miniatures import make_tiny
 
 HYBRID = {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
@@ -137,7 +138,7 @@ def test_a_step_that_raised_is_run_again(
     faults.enable(monkeypatch)
     engine = make_engine(model=hybrid_model, token_budget=32)
     doomed, handle = engine.frontend.open_handle()
-    engine.frontend.set_fault(point, "raise", f"request={doomed}")
+    set_fault(engine.frontend, point, "raise", f"request={doomed}")
     call = asked("to fail", sampling=sampling(0))
     handles = [
         engine.submit(prompt, pictures(index), sampling=sampling(index)) for index, (prompt, _) in enumerate(PROMPTS)

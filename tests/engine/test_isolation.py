@@ -15,6 +15,7 @@ from hydra_engine.errors import HydraError, InvalidRequest, RequestError, Reques
 from tests import faults
 from tests.calls import asked
 from tests.engine.conftest import EngineFactory, assert_at_rest, picture
+from tests.faults import set_fault
 
 HEALTHY: list[tuple[str, Any]] = [("one text", None), ("another", None), ("see", picture(1)), ("look", picture(2))]
 OPTIONS = {"temperature": 0, "max_tokens": 30, "ignore_eos": True}
@@ -81,7 +82,7 @@ def test_a_fault_in_a_step_fails_one_request(
     expected = golden(engine)
     handles = [engine.submit(text, image, **OPTIONS) for text, image in HEALTHY]
     number, victim = engine.frontend.open_handle()
-    engine.frontend.set_fault(point, action, f"request={number}")
+    set_fault(engine.frontend, point, action, f"request={number}")
     engine._wait(engine.frontend.submit(number, victim, _call(engine)))
     with pytest.raises(RequestFailed) as caught:
         victim.result(60)
@@ -89,7 +90,7 @@ def test_a_fault_in_a_step_fails_one_request(
     assert caught.value.code == ("numerical_error" if action == "nan" else "internal_error")
     assert [h.result(60).token_ids for h in handles] == expected
     assert_at_rest(engine)
-    engine.frontend.set_fault(point, "off")
+    set_fault(engine.frontend, point, "off")
     assert golden(engine) == expected
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests import faults
 from tests.engine.conftest import EngineFactory, picture
+from tests.faults import set_fault
 
 TEXT = {"temperature": 0, "max_tokens": 100, "ignore_eos": True}
 
@@ -20,7 +21,7 @@ def fault_points(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_text_streams_go_on_while_a_long_encode_runs(make_engine: EngineFactory) -> None:
     engine = make_engine()
-    engine.frontend.set_fault("vis.before_step", "delay", "seconds=1.5 times=1")
+    set_fault(engine.frontend, "vis.before_step", "delay", "seconds=1.5 times=1")
     pictured = engine.submit("What?", picture(1), temperature=0, max_tokens=2, ignore_eos=True)
     while (status := engine.stats()) is None or not status.image_blocks_used:
         time.sleep(0.01)
@@ -35,7 +36,7 @@ def test_text_streams_go_on_while_a_long_encode_runs(make_engine: EngineFactory)
 @pytest.mark.slow
 def test_text_in_the_queue_overtakes_a_picture_that_is_being_encoded(make_engine: EngineFactory) -> None:
     engine = make_engine()
-    engine.frontend.set_fault("vis.before_step", "delay", "seconds=1 times=1")
+    set_fault(engine.frontend, "vis.before_step", "delay", "seconds=1 times=1")
     pictured = engine.submit("What?", picture(1), temperature=0, max_tokens=2, ignore_eos=True)
     text = engine.submit("Hi", temperature=0, max_tokens=2, ignore_eos=True)
     text.result(60)
@@ -47,7 +48,7 @@ def test_text_in_the_queue_overtakes_a_picture_that_is_being_encoded(make_engine
 def test_steady_prefills_do_not_postpone_an_encode(make_engine: EngineFactory) -> None:
     """The bound: an image waits for the images before it and for the vision step that runs, never for prefills."""
     engine = make_engine(token_budget=16, max_num_seqs=8)
-    engine.frontend.set_fault("eng.before_step", "delay", "seconds=0.05")
+    set_fault(engine.frontend, "eng.before_step", "delay", "seconds=0.05")
     prefills = [engine.submit("a long prompt " * 20, temperature=0, max_tokens=1) for _ in range(12)]
     pictured = engine.submit("What?", picture(1), temperature=0, max_tokens=1, ignore_eos=True)
     last_prefill = max(handle.result(120).metrics.e2e_s for handle in prefills)
@@ -58,7 +59,7 @@ def test_steady_prefills_do_not_postpone_an_encode(make_engine: EngineFactory) -
 
 def test_pictures_of_several_requests_share_a_vision_step(make_engine: EngineFactory) -> None:
     engine = make_engine(image_budget=10_000)
-    engine.frontend.set_fault("vis.before_step", "delay", "seconds=0.3 times=1")
+    set_fault(engine.frontend, "vis.before_step", "delay", "seconds=0.3 times=1")
     handles = [engine.submit("What?", picture(i), temperature=0, max_tokens=1) for i in range(5)]
     batches = [max(s.batch for s in h.result(60).timeline if s.stage == "encode") for h in handles]
     assert max(batches) >= 3  # five pictures in two steps

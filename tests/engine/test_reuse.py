@@ -14,6 +14,7 @@ from hydra_engine.core.outputs import Result
 from hydra_engine.errors import RequestAborted, RequestFailed
 from tests import faults
 from tests.engine.conftest import EngineFactory, assert_at_rest, picture
+from tests.faults import set_fault
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 5, "top_p": 0.9, "max_tokens": 12, "ignore_eos": True}
@@ -216,10 +217,10 @@ def test_what_a_poisoned_request_computed_is_never_found(
 ) -> None:
     faults.enable(monkeypatch)
     engine = make_engine(token_budget=8)
-    engine.frontend.set_fault(point, "nan", "")
+    set_fault(engine.frontend, point, "nan", "")
     with pytest.raises(RequestFailed):
         engine.generate("A prompt of several chunks and a picture", picture(8), **GREEDY)
-    engine.frontend.set_fault(point, "off")
+    set_fault(engine.frontend, point, "off")
     again = engine.generate("A prompt of several chunks and a picture", picture(8), **GREEDY)
     assert (again.usage.cached_tokens, again.usage.cached_images) == (0, 1), "the picture was encoded well"
 
@@ -231,7 +232,7 @@ def test_a_failed_encode_fails_one_and_the_others_have_the_picture_encoded(
     faults.enable(monkeypatch)
     engine = make_engine()
     expected = make_engine().generate("Same picture", picture(9), **GREEDY).token_ids
-    engine.frontend.set_fault("vis.before_step", "raise", "times=1")
+    set_fault(engine.frontend, "vis.before_step", "raise", "times=1")
     handles = [engine.submit("Same picture", picture(9), **GREEDY) for _ in range(4)]
     outcomes: list[tuple[int, ...] | None] = []
     for handle in handles:
@@ -250,7 +251,7 @@ def test_cancelling_the_request_that_an_encode_was_for_harms_nobody_who_shares_i
     faults.enable(monkeypatch)
     engine = make_engine()
     expected = make_engine().generate("Same picture", picture(10), **GREEDY).token_ids
-    engine.frontend.set_fault("vis.before_step", "delay", "seconds=0.5 times=1")
+    set_fault(engine.frontend, "vis.before_step", "delay", "seconds=0.5 times=1")
     doomed = engine.submit("Doomed", picture(10), **GREEDY)
     time.sleep(0.15)  # in its encode, or still before it: then it is the others' encode
     others = [engine.submit("Same picture", picture(10), **GREEDY) for _ in range(2)]

@@ -10,12 +10,13 @@ from functools import partial
 from typing import Any
 
 from hydra_engine.config import EngineConfig
-from hydra_engine.core.messages import SetFault, ToInstance
+from hydra_engine.core.messages import ToInstance
 from hydra_engine.errors import ConfigError
 from hydra_engine.instance import hooks
 from hydra_engine.instance.build import run_instance as run_real_instance
 from hydra_engine.instance.hooks import Connect
 from hydra_engine.instance.ports import ALONE, Inbox, InstanceContext, Outbox
+from tests.faults import SetFault
 from tests.faults.migration import FaultyMigration
 from tests.faults.points import FaultPoints
 from tests.faults.worker import FaultyExchange, FaultyWorker

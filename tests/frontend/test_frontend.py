@@ -16,13 +16,14 @@ from hydra_engine.cluster.member import ClusterListener, InstanceLink
 from hydra_engine.config import ClusterConfig, EngineConfig, SchedulerConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import Condition, InstanceState, Role, Topology
-from hydra_engine.core.messages import Loading, QueryLedger, SetFault, ToInstance
+from hydra_engine.core.messages import Loading, QueryLedger, ToInstance
 from hydra_engine.core.outputs import FinishReason, Result
 from hydra_engine.core.reports import InstanceSummary, LedgerReport, StageReport, Status, TransferReport
 from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.errors import ConfigError, EngineClosed, Unavailable
 from hydra_engine.frontend.frontend import Frontend
 from tests.calls import asked
+from tests.faults import SetFault, set_fault
 from tests.frontend.played import Played
 from tests.frontend.rig import token
 from tests.frontend.test_router import status
@@ -315,8 +316,8 @@ async def test_reports_are_added_up_and_counters_never_go_back() -> None:
 
 async def test_a_fault_point_of_one_instance_or_all() -> None:
     async with started("E+P+D") as (frontend, supervisor):
-        frontend.set_fault("eng.before_step", "kill", "", "p0")
-        frontend.set_fault("eng.mid_step", "raise")
+        set_fault(frontend, "eng.before_step", "kill", "", "p0")
+        set_fault(frontend, "eng.mid_step", "raise")
         counts = {name: len(end.faults) for name, end in supervisor.ends.items()}
         assert counts == {"e0": 1, "p0": 2, "d0": 1}
 

@@ -17,7 +17,6 @@ from hydra_engine.core.messages import (
     Finished,
     QueryLedger,
     ResetCaches,
-    SetFault,
     Shutdown,
     Submit,
     ToFrontend,
@@ -250,7 +249,7 @@ def test_requests_that_are_refused_aborted_or_asked_about() -> None:
     rig = Rig()
     rig.submit(make_request(1, 500, max_new=4))
     rig.submit(make_request(2, 5, max_new=4))
-    rig.worker.inbox += [Abort(RequestId(2)), QueryLedger(7), SetFault("eng.before_step", "raise"), Shutdown()]
+    rig.worker.inbox += [Abort(RequestId(2)), QueryLedger(7), Shutdown()]
     rig.turn()
     first, second = rig.of(Finished)
     assert (first.request_id, first.error.code) == (1, "request_too_large_for_deployment")

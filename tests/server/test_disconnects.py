@@ -27,6 +27,7 @@ from hydra_engine.server.http.listening import listen
 from hydra_engine.server.state import STATE, Lifecycle
 from hydra_engine.telemetry.metrics import FinishedRequests
 from tests import faults
+from tests.faults import set_fault
 from tests.faults.points import MIGRATION_POINTS
 from tests.server.conftest import until
 from tests.server.test_cancel import leave
@@ -63,7 +64,7 @@ class Rig:
         return Client(reader, writer)
 
     def arm(self, name: str, point: str, argument: str) -> None:
-        self.engine.frontend.set_fault(point, "delay", argument, instance=name)
+        set_fault(self.engine.frontend, point, "delay", argument, instance=name)
 
     async def stands_still(self) -> None:
         """An instance is at a point in its own loop, where it answers nobody."""
