@@ -34,7 +34,7 @@ from statistics import median
 from typing import Any
 
 from tools.path_recorder import shared
-from tools.scheduling_step import PACKAGE, ROOT, print_step
+from tools.scheduling_step import PACKAGE, ROOT, mixed_step, print_step, reading_order
 
 PICTURES = PACKAGE / "demo" / "pictures"
 STEP = (
@@ -203,7 +203,10 @@ def main() -> None:
     if arguments.json:
         document = {"request": request, "step": step, "optional_parts_of_the_step": optional}
         totals = {name: total(files) for name, files in document.items()}
-        print(json.dumps({"totals": totals, **document, "package": folders}, indent=1))
+        planned, _ = mixed_step()
+        entered = {f"{file}:{function}": calls for (file, function), calls in planned.functions.items()}
+        of_step = {"functions_of_plan_language": entered, "reading_order": reading_order()}
+        print(json.dumps({"totals": totals, **document, **of_step, "package": folders}, indent=1))
         return
     print_reach("one picture request", request, each=arguments.files)
     print_reach("one scheduling step", step, each=arguments.files)

@@ -111,4 +111,6 @@ def test_a_request_is_followed_through_all_its_processes() -> None:
     for entry in STEP:
         assert entry.partition(":")[0].replace(".", "/").removeprefix("hydra_engine/") + ".py" in step
     assert set(step) < set(request)
+    files = {entered.partition(":")[0] for entered in document["functions_of_plan_language"]}
+    assert "scheduler/step.py" in files <= {name for part in document["reading_order"].values() for name in part}
     assert any("child" in name for name in request), "pictures are decoded in a process of their own"
