@@ -289,7 +289,8 @@ def check_sample(logits: Tensor, sampling: SamplingTensors) -> tuple[int, int]:
 def check_adjustments(logits: Tensor, adjustments: Adjustments) -> tuple[int, int]:
     """Checks the arguments of `Ops.adjust_logits`: shapes and dtypes, no contents. Returns B and V."""
     batch, vocabulary = sizes = check_logits(logits, wide=True)
-    num_biases, num_counted, num_masks = (len(x) for x in (adjustments.bias_ids, adjustments.counts, adjustments.masks))
+    lists = adjustments.bias_ids, adjustments.counts, adjustments.masks
+    num_biases, num_counted, num_masks = (tensor.shape[0] for tensor in lists)  # in a third of the time of len
     rows = (batch,), torch.int32
     expected = (
         *(rows, rows, ((num_biases,), torch.int32), ((num_biases,), torch.float64)),

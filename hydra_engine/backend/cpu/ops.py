@@ -254,14 +254,14 @@ class SamplingOps:
             ends.data_ptr(),
             ids.data_ptr(),
             values.data_ptr(),
-            len(ids),
+            ids.shape[0],
             penalties.data_ptr(),
             counted.data_ptr(),
             counts.data_ptr(),
-            len(counts),
+            counts.shape[0],
             masked.data_ptr(),
             masks.data_ptr(),
-            len(masks),
+            masks.shape[0],
             out.data_ptr(),
         )
         return out

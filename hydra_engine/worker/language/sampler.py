@@ -258,11 +258,6 @@ class SamplingArrays(NamedTuple):
     min_p: _Floats
     numbers: _Floats
 
-    def rows(self, index: Int64s) -> SamplingArrays:
-        """The parameters of the rows at `index`."""
-        temperatures, top_k, top_p, min_p, numbers = self
-        return SamplingArrays(temperatures[index], top_k[index], top_p[index], min_p[index], numbers[index])
-
 
 class SlotSampling:
     """Temperatures, filters and seeds by sequence slot. Rows of slots without a request get a token too, which is not

@@ -34,7 +34,6 @@ from hydra_engine.worker.language.batches import StepParts, StepRows, sent_input
 from hydra_engine.worker.language.graphs import SpecialGraph, StepGraphs
 from hydra_engine.worker.language.sampler import (
     MAX_BIASES,
-    SamplingArrays,
     Scores,
     SpecialArrays,
     SpecialColumns,
@@ -217,6 +216,16 @@ class _Replay(NamedTuple):
     special: SpecialGraph
 
 
+class _SentSpecial(NamedTuple):
+    """The special rows of a step op by op, and the device's tensors of them."""
+
+    arrays: SpecialArrays
+    seq_slots: Tensor
+    tensors: SpecialTensors
+    draws: SamplingTensors
+    is_drawn: bool  # any row has a temperature
+
+
 class LanguageStep:
     """Runs the steps of a language lane, as a replay if a graph fits. The device samples. An asynchronous device is
     waited for only if prompts are scored, if a chunk's request with penalties or a grammar has tokens that were not
@@ -228,8 +237,7 @@ class LanguageStep:
         self._parts = parts
         self._slot_table = slot_table
         self._graphs = graphs
-        # Special rows of the latest step op by op: their arrays, and what was sent of them, with their slots.
-        self._special: tuple[SpecialArrays, SpecialTensors, Tensor] | None = None
+        self._special: _SentSpecial | None = None  # of the latest step op by op that had special rows
 
     def run(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> Samples | PendingSamples:
         """Launches the step. `records[i]` belongs to `plan.chunks[i]`. On an asynchronous device its samples are
@@ -359,23 +367,23 @@ class LanguageStep:
         sampling, slot_table, parts = context.sampling, self._slot_table, self._parts
         if not slot_table.asynchronous and slot_table.is_greedy(sampling):
             return self._greedy(plan, rows, context)
-        arrays = special = slot_table.sampling.arrays(sampling.seq_slots, sampling.num_generated)
-        beside: tuple[npt.NDArray[np.generic], ...] = sampling.seq_slots, *arrays
-        if len(sampling.special) == len(sampling.rows):
-            beside = beside[:1]  # all are drawn later, when their adjustments are known
-        elif sampling.special.size:
-            special = arrays.rows(sampling.special)
-            arrays.temperatures[sampling.special] = 0.0  # drawn later
-        inputs, (device_slots, *columns) = self._sent(plan, rows, context.scoring, beside)
-        logits = self._forward(self._resolved(inputs, rows.token_ids[: len(plan.decodes)], device_slots))
+        beside: tuple[npt.NDArray[np.generic], ...] = (sampling.seq_slots,)
+        if len(sampling.special) < len(sampling.rows):
+            arrays = slot_table.sampling.arrays(sampling.seq_slots, sampling.num_generated)
+            arrays.temperatures[sampling.special] = 0.0  # drawn later, when their adjustments are known
+            beside = sampling.seq_slots, *arrays, sampling.special
+        inputs, (device_slots, *more) = self._sent(plan, rows, context.scoring, beside)
+        if slot_table.asynchronous:
+            inputs = self._resolved(inputs, rows.token_ids[: len(plan.decodes)], device_slots)
+        logits = self._forward(inputs)
         if not len(sampling.rows):
             outcome = PendingSamples(plan.num_rows, sampling.rows, parts.device.fetch(()))  # only marks the step's end
         else:
-            found = parts.ops.sample(logits, SamplingTensors(*columns)) if columns else None
+            found = (*parts.ops.sample(logits, SamplingTensors(*more[:-1])), more[-1]) if more else None
             if found is None or sampling.special.size:
-                tokens, outcome = self._eager_special(plan, rows, sampling, special, logits, found)
+                tokens, outcome = self._eager_special(plan, rows, sampling, logits, found)
             else:
-                tokens, outcome = found[0], PendingSamples(plan.num_rows, sampling.rows, parts.device.fetch(found))
+                tokens, outcome = found[0], PendingSamples(plan.num_rows, sampling.rows, parts.device.fetch(found[:2]))
             if slot_table.asynchronous:
                 slot_table.write(device_slots, tokens)
                 slot_table.written(sampling.seq_slots)
@@ -393,54 +401,63 @@ class LanguageStep:
         plan: LanguagePlan,
         rows: StepRows,
         sampling: SamplingRows,
-        arrays: SamplingArrays,
         logits: Tensor,
-        found: tuple[Tensor, Tensor] | None,
+        found: tuple[Tensor, Tensor, Tensor] | None,
     ) -> tuple[Tensor, PendingSamples]:
-        """Draws and scores the special rows, to which `arrays` belong. `found`: (tokens, finite) of all rows that
-        sample, where special rows have their largest logit; None if all rows are special. Returns the tokens of all
-        rows that sample, with those of the special rows, and the step's samples."""
-        ops, device, slot_table = self._parts.ops, self._parts.device, self._slot_table
+        """Draws and scores the special rows. `found`: (tokens, finite) of all rows that sample, where special rows have
+        their largest logit, and `sampling.special` on the device; None if all rows are special. Returns the tokens of
+        all rows that sample, with those of the special rows, and the step's samples."""
+        ops, slot_table = self._parts.ops, self._slot_table
         index, vocabulary = sampling.special, logits.shape[1]
         seq_slots, count, places = sampling.seq_slots[index], len(index), np.arange(len(index))
         self._recount(plan, sampling, vocabulary)
-        special = slot_table.specials.arrays(places, seq_slots, sampling.num_generated[index], count, vocabulary)
-        asked: tuple[npt.NDArray[np.generic], ...] = index, *arrays
-        if self._special is not None and self._special[0] is special:
-            _, tensors, device_slots = self._special
-            device_index, *draws = device.send(asked)
-        else:  # in one copy: a device has buffers for a few of each step
-            lists = special.bias_ids, special.bias_values, special.masks
-            sent = device.send((*asked, seq_slots, *lists, *special.columns))
-            (device_index, *draws), (device_slots, ids, values, masks, *columns) = (
-                sent[: len(asked)],
-                sent[len(asked) :],
-            )
-            tensors = SpecialTensors(SpecialColumns(*columns), ids, values, masks)
-            self._special = special, tensors, device_slots
+        num_generated = sampling.num_generated[index]
+        special = slot_table.specials.arrays(places, seq_slots, num_generated, count, vocabulary)
+        sent = self._sent_special(special, seq_slots, num_generated)
         if not slot_table.asynchronous:
             chosen = _host_rows(logits, index, wide=special.computes)
         else:
-            chosen = logits if count == len(logits) else logits.index_select(0, device_index)
-            chosen = chosen.to(draws[0].dtype)
-        if found is None or special.adjusts or np.count_nonzero(arrays.temperatures):
+            chosen = logits if found is None else logits.index_select(0, found[2])
+            chosen = chosen.to(sent.draws.temperatures.dtype)
+        if found is None or special.adjusts or sent.is_drawn:
             adjusted = chosen
             if special.adjusts:
-                adjusted = adjust_special(ops, chosen, tensors, slot_table.counts(vocabulary))
-            tokens, finite = ops.sample(adjusted, SamplingTensors(*draws))
-            if found is None:
-                found = tokens, finite
-            else:
-                found[0].index_copy_(0, device_index, tokens)
+                adjusted = adjust_special(ops, chosen, sent.tensors, slot_table.counts(vocabulary))
+            tokens, finite = ops.sample(adjusted, sent.draws)
+            if found is not None:
+                found[0].index_copy_(0, found[2], tokens)
         else:
-            tokens = found[0].index_select(0, device_index)
+            tokens = found[0].index_select(0, found[2])
         scores: tuple[Tensor, ...] = ()
         if special.scores:
-            scores = ops.score_tokens(chosen, tokens, tensors.columns.num_top, MAX_LOGPROBS)
+            scores = ops.score_tokens(chosen, tokens, sent.tensors.columns.num_top, MAX_LOGPROBS)
         if special.penalises:  # last, since a step that ran out of memory is run again and would count twice
-            slot_table.count(device_slots, tokens, tensors.columns.increments, vocabulary)
-        samples = self._pending_samples(plan.num_rows, rows, sampling, special, places, (*found, *scores))
-        return found[0], samples
+            slot_table.count(sent.seq_slots, tokens, sent.tensors.columns.increments, vocabulary)
+        every = (tokens, finite) if found is None else found[:2]
+        return every[0], self._pending_samples(plan.num_rows, rows, sampling, special, places, (*every, *scores))
+
+    def _sent_special(self, special: SpecialArrays, seq_slots: Int64s, num_generated: Int64s) -> _SentSpecial:
+        """Sends what draws of these special rows need, in one copy, since a device has buffers for a few of each step.
+        If the latest call sent the same `special`, only sampling parameters are sent again, and nothing if no row has a
+        temperature."""
+        sent = self._special
+        if sent is not None and sent.arrays is special:
+            if sent.is_drawn:
+                draws = self._slot_table.sampling.arrays(seq_slots, num_generated)
+                self._special = sent = sent._replace(draws=SamplingTensors(*self._parts.device.send(draws)))
+            return sent
+        draws = self._slot_table.sampling.arrays(seq_slots, num_generated)
+        lists = seq_slots, special.bias_ids, special.bias_values, special.masks
+        device_slots, ids, values, masks, *columns = self._parts.device.send((*lists, *special.columns, *draws))
+        num_columns = len(special.columns)
+        self._special = sent = _SentSpecial(
+            special,
+            device_slots,
+            SpecialTensors(SpecialColumns(*columns[:num_columns]), ids, values, masks),
+            SamplingTensors(*columns[num_columns:]),
+            is_drawn=bool(np.count_nonzero(draws.temperatures)),
+        )
+        return sent
 
     def _recount(self, plan: LanguagePlan, sampling: SamplingRows, vocabulary: int) -> None:
         """Recounts the tokens of requests with penalties whose prompt or recomputation ends here, or ended in a step
