@@ -38,7 +38,6 @@ def build_app(
     config: ServerConfig,
     *,
     model_name: str | None = None,
-    debug_endpoints: bool = False,
     keys: KeyRing | None = None,
 ) -> web.Application:
     """Builds the application; the engine may still be loading. Once it serves, pass `app[STATE].metrics.requests.add`
@@ -57,7 +56,7 @@ def build_app(
     app[STATE] = ServerState(config, app[MODEL_NAME])
     app[PLACES] = Places(max_connections())
     app[admin.SWITCH] = admin.TopologySwitch(engine)
-    app.add_routes(_routes(with_admin=keys.has_admin_key, debug_endpoints=debug_endpoints))
+    app.add_routes(_routes(with_admin=keys.has_admin_key))
     if config.ui:
         page.install(app)
     if config.otlp_endpoint is not None:
@@ -81,7 +80,7 @@ async def _watch_loop(app: web.Application) -> AsyncIterator[None]:
     lag.stop()
 
 
-def _routes(*, with_admin: bool, debug_endpoints: bool) -> list[web.RouteDef]:
+def _routes(*, with_admin: bool) -> list[web.RouteDef]:
     routes = [
         web.post("/v1/chat/completions", chat.chat_completions),
         web.post("/v1/completions", completions.completions),
@@ -110,6 +109,4 @@ def _routes(*, with_admin: bool, debug_endpoints: bool) -> list[web.RouteDef]:
         routes.append(web.post("/reset_prefix_cache", admin.reset_prefix_cache))
         routes.append(web.post("/reset_mm_cache", admin.reset_mm_cache))
         routes.append(web.get("/debug/trace", admin.trace))
-    if debug_endpoints:
-        routes.append(web.get("/debug/ledger", info.ledger))
     return routes

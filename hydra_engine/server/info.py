@@ -104,14 +104,6 @@ async def metrics(request: web.Request) -> web.Response:
     return web.Response(body=text, headers={"Content-Type": kind})
 
 
-async def ledger(request: web.Request) -> web.Response:
-    """Answers with the blocks and requests that the instances hold now; registered only for tests
-    (`debug_endpoints`)."""
-    report = await request.app[ENGINE].aledger()
-    fields = {name: getattr(report, name) for name in report.__struct_fields__ if name != "query_id"}
-    return web.json_response({**fields, "at_rest": report.at_rest})
-
-
 # ---- what is served
 
 

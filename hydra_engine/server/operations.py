@@ -210,5 +210,4 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         parameters=(Parameter("seconds", "how far back", admin.TraceSeconds, place="query", default=admin.TRACE_S),),
         errors=(400, 503),
     ),
-    ("GET", "/debug/ledger"): Operation("admin", "What is held right now; for tests", dict[str, Any]),
 }

@@ -13,7 +13,7 @@ from hydra_engine.core.call import GenerationCall, Role
 from hydra_engine.core.instances import InstanceState
 from hydra_engine.core.outputs import Piece, Result, Usage
 from hydra_engine.core.prompting import TemplateOptions
-from hydra_engine.core.reports import InstanceSummary, LedgerReport, Status
+from hydra_engine.core.reports import InstanceSummary, Status
 from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.telemetry.trace import Activity
 
@@ -126,8 +126,6 @@ class EnginePort(Protocol):
         """(every stage is served and makes progress, reason); the reason is ok, loading, draining, hung, instance_lost
         or closed. A lost instance may be restarted."""
         ...
-
-    async def aledger(self) -> LedgerReport: ...
 
     async def tokenize(self, call: GenerationCall) -> list[int]:
         """Token ids of a call's prompt; pictures are opened, and each has as many placeholders as it takes. Raises for

@@ -55,7 +55,6 @@ async def serve(
     stop: Callable[[], Awaitable[None]],
     ready: Callable[[str], None] | None = None,
     model_name: str | None = None,
-    debug_endpoints: bool = False,
 ) -> int:
     """Serves until a signal or the engine's end; returns the exit code of the process. Call it on the main thread.
 
@@ -64,7 +63,7 @@ async def serve(
     ends at once, a third has the system's default effect. SIGHUP reads the file of API keys again, if there is one, and
     never ends the server.
     """
-    app = build_app(engine, config, model_name=model_name, debug_endpoints=debug_endpoints)
+    app = build_app(engine, config, model_name=model_name)
     if config.access_log != "off":
         loggers.enable_access_log(config.access_log)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _on_hangup, app[KEYS])

@@ -71,12 +71,12 @@ def page_files() -> Iterator[None]:
 
 @pytest.fixture
 async def serve() -> AsyncIterator[Serve]:
-    """`await serve(api_key=("k",))`: the server with these options; `debug_endpoints` and `model_name` too."""
+    """`await serve(api_key=("k",))`: the server with these options; `model_name` too."""
     closers: list[Callable[[], Awaitable[None]]] = []
 
-    async def start(*, debug_endpoints: bool = False, model_name: str | None = None, **options: Any) -> Served:
+    async def start(*, model_name: str | None = None, **options: Any) -> Served:
         engine = StubEngine()
-        app = build_app(engine, ServerConfig(**options), model_name=model_name, debug_endpoints=debug_endpoints)
+        app = build_app(engine, ServerConfig(**options), model_name=model_name)
         engine.add_observer(app[STATE].metrics.requests.add)
         listening = await listen(app, "127.0.0.1", 0)
         http = aiohttp.ClientSession(auto_decompress=False)

@@ -63,7 +63,7 @@ def url(engine: StubEngine) -> Iterator[str]:
 
     async def start() -> None:
         config = ServerConfig(admin_key="contract-admin", keepalive_s=60.0)
-        found.append(await listen(build_app(engine, config, debug_endpoints=True), "127.0.0.1", 0))
+        found.append(await listen(build_app(engine, config), "127.0.0.1", 0))
         started.set()
 
     def run() -> None:

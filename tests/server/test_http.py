@@ -7,9 +7,15 @@ import logging
 import subprocess
 import sys
 
+import aiohttp
 import pytest
 
+from hydra_engine.config import ServerConfig
+from hydra_engine.server.app import build_app
+from hydra_engine.server.http.listening import listen
+from tests.faults.server import with_ledger
 from tests.server.conftest import Serve, Served
+from tests.server.stub import StubEngine
 
 KEYED = {"Authorization": "Bearer sesame"}
 
@@ -144,10 +150,11 @@ async def test_head_and_version(served: Served) -> None:
             assert response.headers["X-Content-Type-Options"] == "nosniff"
 
 
-async def test_ledger_only_where_asked_for(serve: Serve) -> None:
-    served = await serve(debug_endpoints=True)
-    async with served.get("/debug/ledger") as response:
+async def test_the_servers_of_tests_show_the_ledger() -> None:
+    listening = await listen(with_ledger(build_app)(StubEngine(), ServerConfig()), "127.0.0.1", 0)
+    async with aiohttp.ClientSession() as http, http.get(f"{listening.url}/debug/ledger") as response:
         report = await response.json()
+    await listening.close()
     assert report["at_rest"] is True and report["kv_blocks_total"] == 8
 
 

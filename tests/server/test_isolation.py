@@ -108,7 +108,7 @@ async def test_no_answer_to_another_key_has_anything_of_a_key(engine: Engine, tm
     keys = tmp_path / "keys"
     keys.write_text("alice:first-key\nbob:second-key\n")
     config = ServerConfig(api_key_file=str(keys), admin_key="admin-key", server_timing=True)
-    listening = await listen(build_app(engine, config, debug_endpoints=True), "127.0.0.1", 0)
+    listening = await listen(build_app(engine, config), "127.0.0.1", 0)
     async with aiohttp.ClientSession() as http:
         async with http.get(f"{listening.url}/openapi.json", headers={"X-Api-Key": "first-key"}) as answer:
             described = (await answer.json())["paths"]

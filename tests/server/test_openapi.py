@@ -45,7 +45,7 @@ def nodes(value: Any) -> Iterator[Json]:
 
 
 def test_it_has_every_route_and_no_other() -> None:
-    app = build_app(StubEngine(), ServerConfig(admin_key="open-admin"), debug_endpoints=True)
+    app = build_app(StubEngine(), ServerConfig(admin_key="open-admin"))
     routes = openapi.routes_of(app)
     assert set(routes) == set(OPERATIONS) and len(routes) == len(set(routes))
     assert {(m.upper(), path) for path, item in everything()["paths"].items() for m in item} == set(OPERATIONS)
@@ -62,7 +62,7 @@ async def test_what_is_not_there_is_not_in_it(serve: Serve) -> None:
 
 
 async def test_keys_are_asked_for_where_it_says_so(serve: Serve) -> None:
-    served = await serve(api_key=("open-api",), admin_key="open-admin", debug_endpoints=True)
+    served = await serve(api_key=("open-api",), admin_key="open-admin")
     async with served.get("/openapi.json", headers=KEYED) as response:
         document = await response.json()
     assert document["components"]["securitySchemes"].keys() == {"bearer", "x_api_key", "admin"}
@@ -180,7 +180,7 @@ async def test_what_the_schema_refuses_the_server_refuses(served: Served, path: 
 
 
 async def test_answers_without_a_body(serve: Serve) -> None:
-    served = await serve(admin_key="open-admin", debug_endpoints=True)
+    served = await serve(admin_key="open-admin")
     summaries: tuple[InstanceSummary, ...] = (summary("epd0", "EPD"),)
     served.engine.summaries = summaries
     document = everything()

@@ -24,6 +24,7 @@ from hydra_engine.preprocess.sandbox.child_host import ChildHost
 from hydra_engine.server import runner
 from hydra_engine.server.state import client_of
 from tests.campaigns.siege import networks, turn_log
+from tests.faults.server import with_ledger
 
 Build = Callable[..., web.Application]
 
@@ -101,7 +102,7 @@ def watched(
         task.cancel()
 
     def build_watched(*arguments: Any, **options: Any) -> web.Application:
-        app = build(*arguments, **(options | {"debug_endpoints": True}))
+        app = with_ledger(build)(*arguments, **options)
         app.router.add_get("/siege", show)
         app.cleanup_ctx.append(tick)
         return app
