@@ -24,8 +24,9 @@ from hydra_engine.core.plans import VisionLoad
 from hydra_engine.core.pools import Exports, PoolKind
 from hydra_engine.core.reports import LimitBudget, LimitSummary
 from hydra_engine.instance.compute_stack import ComputeStack, Progress, build_worker
+from hydra_engine.instance.instance import MigrationPort
 from hydra_engine.instance.migration import Migration
-from hydra_engine.instance.ports import MigrationPort, PeerPort
+from hydra_engine.instance.ports import PeerPort
 from hydra_engine.models.specs.base import VisionSpec
 from hydra_engine.profiler.fit import TYPICAL_CONTEXT, allowance
 from hydra_engine.profiler.start import StepCosts, Subject, surface_for

@@ -35,10 +35,9 @@ from hydra_engine.core.messages import (
 )
 from hydra_engine.core.outputs import FinishReason
 from hydra_engine.core.plans import LanguagePlan
-from hydra_engine.core.reports import LedgerReport, Status, StepReport
+from hydra_engine.core.reports import LedgerReport, Status, StepReport, TransferReport
 from hydra_engine.core.results import ConnectorResult, LaneResult, ReadyResult, VisionResult
 from hydra_engine.errors import RequestError, RequestFailed, Unavailable
-from hydra_engine.instance.ports import MigrationPort
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
     from hydra_engine.core.request import Request
     from hydra_engine.instance.ports import Inbox, Outbox, WorkerPort
     from hydra_engine.scheduler.scheduler import StageScheduler
+    from hydra_engine.transfer.plans import PullPlan
 
 
 STATUS_PERIOD_S = 0.25
@@ -362,3 +362,52 @@ class Instance:
             pulls=transfer.pulls,
             staged=transfer.staged,
         )
+
+
+class MigrationPort:
+    """The exchange of an instance with its peers, as a no-op for an instance without peers; see `migration.Migration`
+    for the other. All methods are called on the instance's thread."""
+
+    connected = False
+
+    def add(self, message: Submit | Encode) -> None:
+        """Called when the scheduler has accepted a part of a request or an encode job. Offers for it may have arrived
+        before."""
+
+    def hand_over(self, request: Request, target: str, now: float) -> None:
+        """Moves a request to the instance `target`, which decodes it from now on. Of a request that is prefilled for
+        another instance it names that instance. Ignored if the request cannot move."""
+
+    def finished(self, request_id: RequestId) -> None:
+        """Called when a request has ended. Withdraws what it still offers, and refuses what is offered for it."""
+
+    def drain(self, now: float, outgoing: list[ToFrontend]) -> list[RequestMessage]:
+        """Handles messages of peers and expired leases. Returns messages of requests that ended by that, and appends to
+        `outgoing` which peers are up or down."""
+        return []
+
+    def take_events(self, now: float) -> Iterable[Finished | NeedImages | NeedDecoder]:
+        """Carries out the scheduler's latest decisions that concern other instances, and yields messages for the
+        frontend, in order."""
+        return ()
+
+    def plan_pulls(self, now: float) -> list[PullPlan]:
+        """Plans the pulls to begin now; the caller passes them to `submit`."""
+        return []
+
+    def submit(self, plans: Iterable[PullPlan], now: float) -> list[RequestMessage]:
+        """Submits planned pulls; called after `take_events`. A pull whose offer is gone ends at once as not valid.
+        Returns messages of requests that ended by that."""
+        return []
+
+    def on_result(self, result: ConnectorResult, now: float) -> list[RequestMessage]:
+        """Handles the result of a job of the transfer lane. Returns messages of requests that ended by it."""
+        return []
+
+    @property
+    def next_deadline_s(self) -> float:
+        """Time at which a lease, a renewal or a wait ends next; infinite if none does."""
+        return math.inf
+
+    def report(self) -> TransferReport:
+        return TransferReport()

@@ -19,7 +19,8 @@ from hydra_engine.core.outputs import Departure
 from hydra_engine.core.pools import PoolKind
 from hydra_engine.core.reports import TransferReport
 from hydra_engine.errors import TransferError
-from hydra_engine.instance.ports import FromPeer, MigrationPort, PeerDown, PeerUp
+from hydra_engine.instance.instance import MigrationPort
+from hydra_engine.instance.ports import FromPeer, PeerDown, PeerUp
 from hydra_engine.scheduler.handover.events import FeaturesEvent, FeaturesGoneEvent, KvEvent, KvGoneEvent, UnneededEvent
 from hydra_engine.transfer.messages import (
     Ack,

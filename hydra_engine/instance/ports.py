@@ -6,32 +6,20 @@ The instance loop is one thread. `wake` of a port is called from any thread and 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import EPD, Role
-from hydra_engine.core.messages import (
-    Encode,
-    Finished,
-    NeedDecoder,
-    NeedImages,
-    PixelPayload,
-    RequestMessage,
-    Submit,
-    ToFrontend,
-    ToInstance,
-)
+from hydra_engine.core.messages import PixelPayload, ToFrontend, ToInstance
 from hydra_engine.core.plans import LanguagePlan, VisionPlan
 from hydra_engine.core.pools import Exports, PoolKind
-from hydra_engine.core.reports import TransferReport
 from hydra_engine.core.request import Request
-from hydra_engine.core.results import ConnectorResult, LaneResult
+from hydra_engine.core.results import LaneResult
 from hydra_engine.transfer.messages import TransferMessage
-from hydra_engine.transfer.plans import PullJob, PullPlan, StagingJob
+from hydra_engine.transfer.plans import PullJob, StagingJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,55 +160,6 @@ class PeerPort(Protocol):
     def send(self, name: str, messages: Sequence[TransferMessage]) -> None:
         """Sends messages without blocking. Drops messages to a peer that is down, which `drain` reports."""
         ...
-
-
-class MigrationPort:
-    """The exchange of an instance with its peers, as a no-op for an instance without peers; see `migration.Migration`
-    for the other. All methods are called on the instance's thread."""
-
-    connected = False
-
-    def add(self, message: Submit | Encode) -> None:
-        """Called when the scheduler has accepted a part of a request or an encode job. Offers for it may have arrived
-        before."""
-
-    def hand_over(self, request: Request, target: str, now: float) -> None:
-        """Moves a request to the instance `target`, which decodes it from now on. Of a request that is prefilled for
-        another instance it names that instance. Ignored if the request cannot move."""
-
-    def finished(self, request_id: RequestId) -> None:
-        """Called when a request has ended. Withdraws what it still offers, and refuses what is offered for it."""
-
-    def drain(self, now: float, outgoing: list[ToFrontend]) -> list[RequestMessage]:
-        """Handles messages of peers and expired leases. Returns messages of requests that ended by that, and appends to
-        `outgoing` which peers are up or down."""
-        return []
-
-    def take_events(self, now: float) -> Iterable[Finished | NeedImages | NeedDecoder]:
-        """Carries out the scheduler's latest decisions that concern other instances, and yields messages for the
-        frontend, in order."""
-        return ()
-
-    def plan_pulls(self, now: float) -> list[PullPlan]:
-        """Plans the pulls to begin now; the caller passes them to `submit`."""
-        return []
-
-    def submit(self, plans: Iterable[PullPlan], now: float) -> list[RequestMessage]:
-        """Submits planned pulls; called after `take_events`. A pull whose offer is gone ends at once as not valid.
-        Returns messages of requests that ended by that."""
-        return []
-
-    def on_result(self, result: ConnectorResult, now: float) -> list[RequestMessage]:
-        """Handles the result of a job of the transfer lane. Returns messages of requests that ended by it."""
-        return []
-
-    @property
-    def next_deadline_s(self) -> float:
-        """Time at which a lease, a renewal or a wait ends next; infinite if none does."""
-        return math.inf
-
-    def report(self) -> TransferReport:
-        return TransferReport()
 
 
 class Inbox(Protocol):

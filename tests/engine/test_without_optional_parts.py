@@ -16,7 +16,7 @@ NO_HOOKS = """
 from types import SimpleNamespace
 
 from hydra_engine.core.reports import LimitSummary
-from hydra_engine.instance.ports import MigrationPort
+from hydra_engine.instance.instance import MigrationPort
 from hydra_engine.worker.ports import NO_GATE
 
 Connect = Hooks = object
