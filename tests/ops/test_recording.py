@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import DeltaInputs, PagedCache, StateCache, StateRows, States, StepInputs
-from hydra_engine.backend.cpu.ops import NativeOps
-from hydra_engine.backend.cpu.recording import MAX_ROWS, RecordedDecode
+from hydra_engine.backend.cpu.ops import MAX_ROWS, NativeOps, RecordedDecode
 from hydra_engine.backend.quantized import quantized
 
 HEADS, KV_HEADS, DIM, LAYERS, BLOCK, BLOCKS = 4, 2, 16, 2, 4, 40
@@ -241,7 +240,7 @@ def test_recording_does_not_import_torch_s_compiler() -> None:
     script = """
 import sys
 import torch
-from hydra_engine.backend.cpu.recording import _Memory, _Recorder
+from hydra_engine.backend.cpu.ops import _Memory, _Recorder
 
 with _Recorder(_Memory()):
     torch.empty(3)
