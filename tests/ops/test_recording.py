@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import DeltaInputs, PagedCache, StateCache, StateRows, States, StepInputs
-from hydra_engine.backend.cpu.ops import MAX_ROWS, NativeOps, RecordedDecode
+from hydra_engine.backend.cpu.ops import MAX_RECORDED_ROWS, NativeOps, RecordedDecode
 from hydra_engine.backend.quantized import quantized
 
 HEADS, KV_HEADS, DIM, LAYERS, BLOCK, BLOCKS = 4, 2, 16, 2, 4, 40
 SIZE, INNER = HEADS * DIM, 96
-PLACES, TAPS = 2 * (MAX_ROWS + 1), 4
+PLACES, TAPS = 2 * (MAX_RECORDED_ROWS + 1), 4
 VOCAB, POSITIONS = 50, 40
 Given = tuple[Tensor, Tensor, Tensor, PagedCache, StepInputs]
 
@@ -143,14 +143,14 @@ def test_replays_are_the_calls(isa: str, threads: int, kind: type[Layers], dtype
     layers = kind(dtype)
     recorded, cache = RecordedDecode(layers), layers.cache()
     recordings: set[int] = set()
-    for rows in (1, 3, 1, MAX_ROWS, 3, 2, 1, MAX_ROWS + 1, 3):
+    for rows in (1, 3, 1, MAX_RECORDED_ROWS, 3, 2, 1, MAX_RECORDED_ROWS + 1, 3):
         given = layers.given(rows, cache)
         expected = expected_of(layers, given)
         before = layers.calls
         found = recorded(*given)
         assert all(torch.equal(*pair) for pair in zip((found, *left_in(given)), expected, strict=True)), rows
         assert layers.calls - before == (rows not in recordings)
-        recordings |= {rows} if rows <= MAX_ROWS else set()
+        recordings |= {rows} if rows <= MAX_RECORDED_ROWS else set()
 
 
 @pytest.mark.parametrize("table", [torch.bfloat16, torch.float16])
@@ -240,9 +240,9 @@ def test_recording_does_not_import_torch_s_compiler() -> None:
     script = """
 import sys
 import torch
-from hydra_engine.backend.cpu.ops import _Memory, _Recorder
+from hydra_engine.backend.cpu.ops import _Recorder, _RecordingMemory
 
-with _Recorder(_Memory()):
+with _Recorder(_RecordingMemory()):
     torch.empty(3)
 assert "torch._dynamo" not in sys.modules
 """

@@ -298,9 +298,9 @@ def _described(logits: Tensor) -> tuple[int, int, int, int, bool]:
 # copies its inputs there and replays them, with the same bits. Recordings of one object share their memory, since only
 # one runs at a time.
 
-MAX_ROWS = 32  # with more rows, Python takes less than 1 % of a step
-_HALVES = (torch.bfloat16, torch.float16)
-_NEW = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)
+MAX_RECORDED_ROWS = 32  # with more rows, Python takes less than 1 % of a step
+_HALF_TYPES = (torch.bfloat16, torch.float16)
+_NEW_TENSORS = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)
 
 
 class _StepRecording(NamedTuple):
@@ -323,13 +323,13 @@ class RecordedDecode:
     """The result of `Ops.recorded`: the decode step, recorded at the first call with a number of rows, and again if it
     comes with other angles or caches, else replayed.
 
-    Calls `decode` itself for more than MAX_ROWS rows or none, and always once a recording has failed because torch
-    computes a part. Logits are valid until the next call. Not thread-safe: only one lane may call it.
+    Calls `decode` itself for more than MAX_RECORDED_ROWS rows or none, and always once a recording has failed because
+    torch computes a part. Logits are valid until the next call. Not thread-safe: only one lane may call it.
     """
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
-        self._memory = _Memory()
+        self._memory = _RecordingMemory()
         self._recordings: dict[int, _StepRecording] = {}  # by the number of rows
         self._recordable = True
 
@@ -337,7 +337,7 @@ class RecordedDecode:
         self, token_ids: Tensor, positions: Tensor, angles: Tensor, cache: PagedCache, step: StepInputs
     ) -> Tensor:
         rows = token_ids.shape[0]
-        if not self._recordable or not 0 < rows <= MAX_ROWS:
+        if not self._recordable or not 0 < rows <= MAX_RECORDED_ROWS:
             return self._decode(token_ids, positions, angles, cache, step)
         recording = self._recordings.get(rows)
         if recording is None or not recording.matches(angles, cache, step):
@@ -408,7 +408,7 @@ class _Recorder(TorchDispatchMode):
     Raises _NotRecordableError for everything else that torch would compute.
     """
 
-    def __init__(self, memory: _Memory) -> None:
+    def __init__(self, memory: _RecordingMemory) -> None:
         super().__init__()
         self._memory = memory
         self._native: dict[Any, Callable[..., Tensor]] = {
@@ -425,7 +425,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in _NEW:
+        if func in _NEW_TENSORS:
             return self._memory.empty_like(func(*args, **(kwargs or {})))
         native = self._native.get(func)
         if native is not None:
@@ -451,7 +451,7 @@ class _Recorder(TorchDispatchMode):
         _NotRecordableError for any other cast."""
         if dtype is tensor.dtype:
             return tensor
-        if dtype is not torch.float32 or tensor.dtype not in _HALVES or not tensor.is_contiguous():
+        if dtype is not torch.float32 or tensor.dtype not in _HALF_TYPES or not tensor.is_contiguous():
             raise _NotRecordableError(f"a cast from {tensor.dtype} to {dtype}")
         widened = self._memory.empty_like(torch.empty(tensor.shape, dtype=dtype))
         _C.widen(tensor.data_ptr(), DTYPE_CODES[tensor.dtype], tensor.numel(), widened.data_ptr())
@@ -471,7 +471,7 @@ class _Recorder(TorchDispatchMode):
         return joined
 
 
-class _Memory:
+class _RecordingMemory:
     """An allocator of the tensors that recorded calls read and write. The memory of a freed tensor is used again by
     later ones, of other recordings too; none is returned to the system before this object dies."""
 
