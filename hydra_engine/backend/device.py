@@ -6,7 +6,7 @@ Part of the device interface of base.py. Does not know the meaning of tensors, o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import numpy as np
@@ -137,23 +137,6 @@ class Partitions(Protocol):
         Raises ValueError for a number that does not exist, and outside of the two lanes for any but 0.
         """
         ...
-
-
-class WholeDevice:
-    """The `Partitions` of a device that is not divided: there is partition 0 alone."""
-
-    count = 1
-
-    def set_partition(self, partition: int) -> None:
-        """Does nothing."""
-
-    def current(self) -> int:
-        return 0
-
-    def use(self, partition: int) -> AbstractContextManager[None]:
-        if partition != 0:
-            raise ValueError(f"partition: expected 0, the device is not divided, got {partition}")
-        return nullcontext()
 
 
 class Lane(Protocol):

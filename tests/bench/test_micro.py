@@ -24,8 +24,7 @@ from bench.micro.side_by_side import MIN_FIRSTS, Duo
 from bench.micro.steps import Step
 from bench.micro.subject import Sharing, _sharing, run_together
 from bench.summary import table
-from hydra_engine.backend.cpu.device import CpuDevice
-from hydra_engine.backend.device import WholeDevice
+from hydra_engine.backend.cpu.device import CpuDevice, WholeDevice
 from hydra_engine.backend.select import resolve_dtype
 
 ROOT = Path(__file__).parents[2]

@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.cpu.shared_memory import TRANSPORT, SharedPool, map_pool
-from hydra_engine.backend.device import Cut, Fetch, Graph, Lane, Mark, Partitions, PeerMemory, SharedMemory, WholeDevice
+from hydra_engine.backend.device import Cut, Fetch, Graph, Lane, Mark, Partitions, PeerMemory, SharedMemory
 from hydra_engine.core.options import NICENESS
 from hydra_engine.core.pools import PoolExport
 from hydra_engine.core.processes.heap import trim_heap
@@ -101,6 +102,23 @@ class ThreadLane:
 
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
+
+
+class WholeDevice:
+    """The `Partitions` of a device that is not divided: there is partition 0 alone."""
+
+    count = 1
+
+    def set_partition(self, partition: int) -> None:
+        """Does nothing."""
+
+    def current(self) -> int:
+        return 0
+
+    def use(self, partition: int) -> AbstractContextManager[None]:
+        if partition != 0:
+            raise ValueError(f"partition: expected 0, the device is not divided, got {partition}")
+        return nullcontext()
 
 
 class CpuDevice:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.cpu.device import CpuDevice, ThreadLane, set_torch_threads
+from hydra_engine.backend.cpu.device import CpuDevice, ThreadLane, WholeDevice, set_torch_threads
 from hydra_engine.backend.cpu.shared_memory import TRANSPORT as HOST_TRANSPORT
 from hydra_engine.backend.cpu.shared_memory import map_pool
 from hydra_engine.backend.cuda.copies import CudaFetch, CudaMark, Sender, failure
@@ -21,7 +21,7 @@ from hydra_engine.backend.cuda.graphs import GraphPools
 from hydra_engine.backend.cuda.lanes import CudaLane
 from hydra_engine.backend.cuda.shared_memory import PEER_POOLS, TRANSPORT, DevicePool, PeerStaging, StagingPool
 from hydra_engine.backend.cuda.sm_split import SplitDevice
-from hydra_engine.backend.device import Cut, Fetch, Graph, Lane, Mark, Partitions, PeerMemory, SharedMemory, WholeDevice
+from hydra_engine.backend.device import Cut, Fetch, Graph, Lane, Mark, Partitions, PeerMemory, SharedMemory
 from hydra_engine.core.pools import PoolExport
 from hydra_engine.core.units import size
 from hydra_engine.errors import ResourceError, TransferError
