@@ -35,7 +35,7 @@ from bench.common import ROOT, card, emit, write_document
 from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.backend.select import create_backend
 from hydra_engine.clock import MonotonicClock
-from hydra_engine.cluster.wire import FrameReader, encode_frames
+from hydra_engine.cluster.channel import FrameReader, encode_frames
 from hydra_engine.core.ids import RequestId, StepId
 from hydra_engine.core.pools import PoolKind
 from hydra_engine.transfer.messages import TRANSFER_VERSION, Ack, Hello, Offer

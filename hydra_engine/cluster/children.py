@@ -16,10 +16,16 @@ from importlib import import_module
 from typing import Protocol
 
 from hydra_engine.clock import Clock
-from hydra_engine.cluster import wire
-from hydra_engine.cluster.channel import FrontendEnd, FrontendSocket, LocalFrontendEnd, LocalInstanceEnd, local_channel
+from hydra_engine.cluster import channel
+from hydra_engine.cluster.channel import (
+    FrontendEnd,
+    FrontendSocket,
+    LocalFrontendEnd,
+    LocalInstanceEnd,
+    local_channel,
+    send_with,
+)
 from hydra_engine.cluster.spawn import OPENMP_IDLE, Spawned, spawn
-from hydra_engine.cluster.wire import send_with
 from hydra_engine.core.processes.status import waited_s
 from hydra_engine.core.units import describe_exit
 
@@ -52,7 +58,7 @@ class Child(Protocol):
         """Seconds that each thread was ready but had no CPU, by thread id; empty if the system does not count them."""
         ...
 
-    def connect(self, peer: wire.Connect, sock: socket.socket) -> None:
+    def connect(self, peer: channel.Connect, sock: socket.socket) -> None:
         """Hands over one end of a connection; the caller still closes `sock`. Raises OSError."""
         ...
 
@@ -72,7 +78,7 @@ class ProcessChild:
         self._process = process
 
     @classmethod
-    async def launch(cls, command: Sequence[str], start: wire.Start, ahead: Spawned | None = None) -> ProcessChild:
+    async def launch(cls, command: Sequence[str], start: channel.Start, ahead: Spawned | None = None) -> ProcessChild:
         """Takes `ahead`, a process that was started early for this instance, or starts one. Its messages arrive on the
         next turn of the loop at the earliest. Raises OSError."""
         spawned = ahead or spawn(command, start.name)
@@ -100,8 +106,8 @@ class ProcessChild:
     def waited_s(self) -> dict[str, float]:
         return waited_s(self.pid)
 
-    def connect(self, peer: wire.Connect, sock: socket.socket) -> None:
-        send_with(self._control, wire.encode_connect(peer), [sock.fileno()])
+    def connect(self, peer: channel.Connect, sock: socket.socket) -> None:
+        send_with(self._control, channel.encode_connect(peer), [sock.fileno()])
 
     def close(self) -> None:
         self.end.close()
@@ -119,7 +125,7 @@ class ThreadChild:
         self._thread = thread
 
     @classmethod
-    def launch(cls, start: wire.Start, *, strict: bool) -> ThreadChild:
+    def launch(cls, start: channel.Start, *, strict: bool) -> ThreadChild:
         frontend, instance_end = local_channel(asyncio.get_running_loop(), strict=strict)
         thread = threading.Thread(
             target=_run_local, args=(start, instance_end), name=f"instance-{start.name}", daemon=True
@@ -136,7 +142,7 @@ class ThreadChild:
     def waited_s(self) -> dict[str, float]:
         return {}
 
-    def connect(self, peer: wire.Connect, sock: socket.socket) -> None:
+    def connect(self, peer: channel.Connect, sock: socket.socket) -> None:
         raise AssertionError("a thread has no peers")
 
     def close(self) -> None:
@@ -168,7 +174,7 @@ def _remove_openmp_page(pid: int) -> None:
         os.unlink(_OPENMP_PAGE.format(pid=pid, uid=os.getuid()))
 
 
-def _run_local(start: wire.Start, end: LocalInstanceEnd) -> None:
+def _run_local(start: channel.Start, end: LocalInstanceEnd) -> None:
     os.environ.setdefault(*OPENMP_IDLE)  # has an effect unless the caller loaded torch before
     # The one place where the frontend's code may load torch: the instance runs in this process.
     build = import_module("hydra_engine.instance.build")

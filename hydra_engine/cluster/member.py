@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from hydra_engine.cluster import wire
+from hydra_engine.cluster import channel
 from hydra_engine.cluster.channel import FrontendEnd
 from hydra_engine.cluster.children import Child
 from hydra_engine.config import EngineConfig
@@ -192,7 +192,7 @@ class Member:
     def is_up(self) -> bool:
         return self.condition in (Condition.READY, Condition.SILENT)
 
-    def begin(self, now: float, incarnation: int, *, neighbours: tuple[str, ...], has_peers: bool) -> wire.Start:
+    def begin(self, now: float, incarnation: int, *, neighbours: tuple[str, ...], has_peers: bool) -> channel.Start:
         """Begins a new incarnation. Returns the first frame to send to it."""
         self.incarnation = incarnation
         self.condition = Condition.STARTING
@@ -201,7 +201,7 @@ class Member:
         self.silence = Silence(self.config.cluster.suspect_s, self.config.cluster.fence_s)
         self.start_progress = StartProgress(self.config.cluster.fence_s, now)
         letters = self.loaded.letters
-        return wire.Start(WIRE_VERSION, self.name, letters, self.config, incarnation, neighbours, has_peers)
+        return channel.Start(WIRE_VERSION, self.name, letters, self.config, incarnation, neighbours, has_peers)
 
     def become_ready(self, summary: InstanceSummary, now: float) -> None:
         self.summary = summary

@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from hydra_engine.clock import Clock, MonotonicClock
-from hydra_engine.cluster import wire
-from hydra_engine.cluster.wire import DescriptorError, close_all, receive_with, send_with
+from hydra_engine.cluster import channel
+from hydra_engine.cluster.channel import DescriptorError, close_all, receive_with, send_with
 from hydra_engine.core.pools import Exports
 from hydra_engine.instance.ports import FromPeer, PeerDown, PeerUp
 from hydra_engine.transfer.messages import TRANSFER_VERSION, Hello, TransferMessage
@@ -35,14 +35,14 @@ class LinkError(Exception):
 class PeerLink:
     """A connection to one peer. `name` and `incarnation`: the peer that the supervisor has announced."""
 
-    def __init__(self, sock: socket.socket, promised: wire.Connect, max_queued_bytes: int) -> None:
+    def __init__(self, sock: socket.socket, promised: channel.Connect, max_queued_bytes: int) -> None:
         sock.setblocking(False)
         self.name = promised.name
         self.incarnation = promised.incarnation
         self.introduced = False
         self.problem = ""  # set by `send`: to be closed
         self._sock = sock
-        self._reader = wire.FrameReader(wire.MAX_PEER_FRAME_BYTES)
+        self._reader = channel.FrameReader(channel.MAX_PEER_FRAME_BYTES)
         self._received: tuple[int, ...] = ()  # descriptors that wait for the rest of their Hello
         self._max_queued_bytes = max_queued_bytes
         self._lock = threading.Lock()  # of the three below; held for system calls that do not block
@@ -68,14 +68,14 @@ class PeerLink:
             raise LinkError("the other side has closed the connection")
         try:
             for body in self._reader.read_frames(data):
-                message = wire.decode_to_peer(body)
+                message = channel.decode_to_peer(body)
                 if not self.introduced:
                     emit(self._accept(message))
                 elif isinstance(message, Hello):
                     raise LinkError("introduced itself twice")
                 else:
                     emit(FromPeer(self.name, self.incarnation, message))
-        except wire.WireError as error:
+        except channel.WireError as error:
             raise LinkError(str(error)) from error
 
     def _read(self) -> bytes:
@@ -109,7 +109,7 @@ class PeerLink:
 
     def send_hello(self, hello: Hello, descriptors: Sequence[int]) -> None:
         """Sends the first frame, with the descriptors on its first byte. Raises LinkError."""
-        data = memoryview(wire.encode_to_peer([hello]))
+        data = memoryview(channel.encode_to_peer([hello]))
         with self._lock:
             try:
                 num_sent = send_with(self._sock, data, descriptors)
@@ -266,8 +266,8 @@ class PeerSockets:
         if link is None:
             return
         try:
-            data = wire.encode_to_peer(messages)
-        except wire.WireError as error:
+            data = channel.encode_to_peer(messages)
+        except channel.WireError as error:
             link.fail(str(error))
             self._ring()
         else:
@@ -358,11 +358,11 @@ class PeerSockets:
             self._selector.unregister(self._control)
             return
         try:
-            promised = wire.decode_connect(datagram)
+            promised = channel.decode_connect(datagram)
             if len(descriptors) != 1:
-                raise wire.WireError("a connection must come with one descriptor")
+                raise channel.WireError("a connection must come with one descriptor")
             sock = socket.socket(fileno=descriptors[0])
-        except (wire.WireError, OSError) as error:
+        except (channel.WireError, OSError) as error:
             close_all(descriptors)
             logger.error("a connection to another instance is refused: %s", error)
             return

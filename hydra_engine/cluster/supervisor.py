@@ -18,7 +18,7 @@ from functools import partial, reduce
 from operator import or_
 
 from hydra_engine.clock import Clock, MonotonicClock
-from hydra_engine.cluster import wire
+from hydra_engine.cluster import channel
 from hydra_engine.cluster.children import REAPING_S, Child, ProcessChild, ThreadChild, wait_for_end
 from hydra_engine.cluster.member import PACE, Change, ClusterListener, Exiting, InstanceLink, Member, OwnPauses, Pace
 from hydra_engine.cluster.pairs import Names, Pairs
@@ -378,5 +378,5 @@ class Supervisor:
         assert one.child is not None and other.child is not None
         left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with left, right:
-            one.child.connect(wire.Connect(other.name, other.incarnation), left)
-            other.child.connect(wire.Connect(one.name, one.incarnation), right)
+            one.child.connect(channel.Connect(other.name, other.incarnation), left)
+            other.child.connect(channel.Connect(one.name, one.incarnation), right)

@@ -1,4 +1,4 @@
-"""Messages between the frontend process and an instance: tagged structs, encoded with msgpack by `cluster/wire.py`.
+"""Messages between the frontend process and an instance: tagged structs, encoded with msgpack by `cluster/channel.py`.
 
 The first tag of each union is fixed text, so a frame of another version fails to decode instead of being misread.
 """

@@ -1,7 +1,7 @@
 """The messages between two instances of a transfer: the source offers blocks, the target pulls and acknowledges them.
 
 An offer is identified by its source's incarnation and a sequence number that is never reused; messages that release
-something name the offer, not blocks. Encoded like all frames (`cluster/wire.py`).
+something name the offer, not blocks. Encoded like all frames (`cluster/channel.py`).
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from hydra_engine.cluster import wire
+from hydra_engine.cluster import channel
+from hydra_engine.cluster.channel import send_with
 from hydra_engine.cluster.children import ProcessChild
 from hydra_engine.cluster.peers import PeerSockets
-from hydra_engine.cluster.wire import send_with
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.messages import WIRE_VERSION, PeerState, ToFrontend
 from hydra_engine.core.pools import Exports
@@ -46,7 +46,7 @@ class Node:
     def connect(self, name: str, incarnation: int, sock: socket.socket) -> None:
         """Connects two nodes as the supervisor does; closes our copies."""
         with sock:
-            send_with(self.frontend, wire.encode_connect(wire.Connect(name, incarnation)), [sock.fileno()])
+            send_with(self.frontend, channel.encode_connect(channel.Connect(name, incarnation)), [sock.fileno()])
 
     def drain(self) -> list[PeerUp | PeerDown | FromPeer]:
         """Events so far. Closes descriptors of a PeerUp, as its receiver must."""
@@ -102,7 +102,7 @@ def stranger(node: Node, name: str = "x0", incarnation: int = 5) -> socket.socke
 
 def hello(**changes: object) -> bytes:
     fields = {"version": TRANSFER_VERSION, "name": "x0", "incarnation": 5, "exports": Exports((), 0, 8)} | changes
-    return wire.encode_frames([Hello(**fields)])  # type: ignore[arg-type]
+    return channel.encode_frames([Hello(**fields)])  # type: ignore[arg-type]
 
 
 def introduced(node: Node, num_descriptors: int = 1, **changes: object) -> socket.socket:
@@ -193,7 +193,7 @@ def test_a_wrong_introduction_ends_the_connection(
 def test_a_message_before_the_introduction_ends_the_connection(nodes: list[Node]) -> None:
     node, _ = two(nodes)
     with stranger(node) as peer:
-        peer.sendall(wire.encode_frames([offer(1)]))
+        peer.sendall(channel.encode_frames([offer(1)]))
         (down,) = node.wait(PeerDown)
         assert "introduce" in down.problem
 
@@ -202,9 +202,9 @@ def test_a_message_before_the_introduction_ends_the_connection(nodes: list[Node]
     ("frame", "problem"),
     [
         (struct.pack("<I", 5) + b"hello", "unreadable"),
-        (struct.pack("<I", wire.MAX_PEER_FRAME_BYTES + 1), "over the limit"),
+        (struct.pack("<I", channel.MAX_PEER_FRAME_BYTES + 1), "over the limit"),
         (hello(), "twice"),
-        (wire.encode_frames([PeerState("e0", 1, True)]), "unreadable"),  # a message to the frontend only
+        (channel.encode_frames([PeerState("e0", 1, True)]), "unreadable"),  # a message to the frontend only
     ],
 )
 def test_a_bad_frame_ends_only_its_connection(nodes: list[Node], frame: bytes, problem: str) -> None:
@@ -225,7 +225,7 @@ def test_a_frame_cut_by_a_death_is_no_message(nodes: list[Node]) -> None:
     node, _ = two(nodes)
     with introduced(node) as peer:
         node.wait(PeerUp)
-        peer.sendall(wire.encode_frames([offer(1)])[:-1])
+        peer.sendall(channel.encode_frames([offer(1)])[:-1])
     node.wait(PeerDown)
     assert not [event for event in node.events if isinstance(event, FromPeer)]
 
@@ -237,7 +237,7 @@ def test_uninvited_descriptors_do_not_stay_open(nodes: list[Node]) -> None:
         before = open_descriptors()
         for i in range(20):
             with open(os.devnull) as file:
-                send_with(peer, wire.encode_frames([Ack(1, i)]), [file.fileno()])
+                send_with(peer, channel.encode_frames([Ack(1, i)]), [file.fileno()])
         node.wait(FromPeer, 20)
         assert open_descriptors() == before
 
@@ -277,11 +277,11 @@ def test_a_slow_reader_gets_everything(nodes: list[Node]) -> None:
         for message in messages:
             node.sockets.send("x0", [message])
         assert node.sockets._links["x0"].has_backlog, "the test sends too little"
-        reader = wire.FrameReader()
+        reader = channel.FrameReader()
         received = []
         while len(received) < 1 + len(messages):
             received += reader.read_frames(peer.recv(1 << 16))
-    assert [wire.decode_to_peer(body) for body in received[1:]] == messages
+    assert [channel.decode_to_peer(body) for body in received[1:]] == messages
 
 
 def test_a_new_connection_replaces_the_old_one(nodes: list[Node]) -> None:
@@ -311,11 +311,11 @@ def test_what_was_meant_for_one_life_of_a_peer_does_not_reach_the_next(nodes: li
             node.sockets.send("x0", [offer(1)])
             node.wait(PeerUp, 2)
             node.sockets.send("x0", [offer(2)])
-            reader = wire.FrameReader()
+            reader = channel.FrameReader()
             bodies: list[bytes] = []
             while len(bodies) < 2:
                 bodies += reader.read_frames(new.recv(1 << 16))
-    assert wire.decode_to_peer(bodies[1]) == offer(2)
+    assert channel.decode_to_peer(bodies[1]) == offer(2)
 
 
 @pytest.mark.parametrize("num_descriptors", [0, 2])
@@ -323,7 +323,7 @@ def test_a_connection_without_its_one_descriptor_is_refused(nodes: list[Node], n
     node, other = two(nodes)
     before = open_descriptors()
     descriptors = [os.open(os.devnull, os.O_RDONLY) for _ in range(num_descriptors)]
-    send_with(node.frontend, wire.encode_connect(wire.Connect("x0", 5)), descriptors)
+    send_with(node.frontend, channel.encode_connect(channel.Connect("x0", 5)), descriptors)
     for descriptor in descriptors:
         os.close(descriptor)
     send_with(node.frontend, b"what", [])
@@ -364,7 +364,7 @@ async def test_a_peer_in_another_process_that_is_killed(nodes: list[Node]) -> No
     node = Node("e0", 11)
     nodes.append(node)
     node.start()
-    start = wire.Start(WIRE_VERSION, "p0", "P", EngineConfig(), 12, has_peers=True)
+    start = channel.Start(WIRE_VERSION, "p0", "P", EngineConfig(), 12, has_peers=True)
     child = await ProcessChild.launch(COMMAND, start)
     states: list[PeerState] = []
     loop = asyncio.get_running_loop()
@@ -381,7 +381,7 @@ async def test_a_peer_in_another_process_that_is_killed(nodes: list[Node]) -> No
     await asyncio.wait_for(ready, 20)
     left, right = socket.socketpair()
     with left:
-        child.connect(wire.Connect("e0", 11), left)
+        child.connect(channel.Connect("e0", 11), left)
     node.connect("p0", 12, right)
     await asyncio.wait_for(told, 20)
     assert states == [PeerState("e0", 11, True)]

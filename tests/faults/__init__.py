@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from hydra_engine.cluster import wire
+from hydra_engine.cluster import channel
 from hydra_engine.core.messages import ToInstance
 from hydra_engine.core.processes import launch
 
@@ -26,7 +26,7 @@ class SetFault(msgspec.Struct, frozen=True, tag=True):
     argument: str = ""
 
 
-wire._to_instance = msgspec.msgpack.Decoder(wire.Start | wire.Alike | ToInstance | SetFault)
+channel._to_instance = msgspec.msgpack.Decoder(channel.Start | channel.Alike | ToInstance | SetFault)
 
 
 def enable(patch: Any) -> None:

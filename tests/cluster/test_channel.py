@@ -8,7 +8,7 @@ import struct
 import pytest
 from msgspec.structs import replace
 
-from hydra_engine.cluster import wire
+from hydra_engine.cluster import channel
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import ImageDigest, RequestId
 from hydra_engine.core.instances import Role
@@ -40,42 +40,42 @@ MESSAGES: list[Hello | TransferMessage] = [
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
 def test_what_peers_say_survives(message: Hello | TransferMessage) -> None:
-    (body,) = wire.FrameReader(wire.MAX_PEER_FRAME_BYTES).read_frames(wire.encode_to_peer([message]))
-    assert wire.decode_to_peer(body) == message
+    (body,) = channel.FrameReader(channel.MAX_PEER_FRAME_BYTES).read_frames(channel.encode_to_peer([message]))
+    assert channel.decode_to_peer(body) == message
 
 
 def test_a_connection_survives() -> None:
-    connect = wire.Connect("p1", 1 << 62)
-    assert wire.decode_connect(wire.encode_connect(connect)) == connect
+    connect = channel.Connect("p1", 1 << 62)
+    assert channel.decode_connect(channel.encode_connect(connect)) == connect
 
 
 def test_no_channel_takes_what_belongs_to_another() -> None:
     bodies = {
-        "front": wire.encode_frames([Loading("weights", 1, 2)])[wire.HEADER_BYTES :],
-        "instance": wire.encode_frames([Abort(RequestId(1))])[wire.HEADER_BYTES :],
-        "peer": wire.encode_to_peer([Ack(1, 2)])[wire.HEADER_BYTES :],
-        "control": wire.encode_connect(wire.Connect("p0", 1)),
+        "front": channel.encode_frames([Loading("weights", 1, 2)])[channel.HEADER_BYTES :],
+        "instance": channel.encode_frames([Abort(RequestId(1))])[channel.HEADER_BYTES :],
+        "peer": channel.encode_to_peer([Ack(1, 2)])[channel.HEADER_BYTES :],
+        "control": channel.encode_connect(channel.Connect("p0", 1)),
     }
     decoders = {
-        "front": wire.decode_to_frontend,
-        "instance": wire.decode_to_instance,
-        "peer": wire.decode_to_peer,
-        "control": wire.decode_connect,
+        "front": channel.decode_to_frontend,
+        "instance": channel.decode_to_instance,
+        "peer": channel.decode_to_peer,
+        "control": channel.decode_connect,
     }
     for sender, body in bodies.items():
         for receiver, decode in decoders.items():
             if sender == receiver:
                 decode(body)
             else:
-                with pytest.raises(wire.WireError):
+                with pytest.raises(channel.WireError):
                     decode(body)
 
 
 def test_the_start_says_what_the_instance_is_among_others() -> None:
-    start = wire.Start(
+    start = channel.Start(
         2, "ed0", "ED", EngineConfig(device="cuda:1"), incarnation=7, neighbours=("e0", "ed0"), has_peers=True
     )
-    again = wire.decode_to_instance(wire.encode_frames([start])[wire.HEADER_BYTES :])
+    again = channel.decode_to_instance(channel.encode_frames([start])[channel.HEADER_BYTES :])
     assert again == start
     configs = (start.config, start.config)
     assert start.context == InstanceContext(Role.E | Role.D, 7, (Role.E, Role.E | Role.D), configs, True)
@@ -83,28 +83,28 @@ def test_the_start_says_what_the_instance_is_among_others() -> None:
 
 def test_neighbours_come_with_the_limits_of_each() -> None:
     config = EngineConfig(topology="E+ED+P", instance_limits="ED:max_num_seqs=9;ed0:token_budget=70;e0:image_budget=5")
-    start = wire.Start(2, "p0", "P", config, neighbours=("e0", "ed0", "p0"), has_peers=True)
-    again = wire.decode_to_instance(wire.encode_frames([start])[wire.HEADER_BYTES :])
-    assert isinstance(again, wire.Start)
+    start = channel.Start(2, "p0", "P", config, neighbours=("e0", "ed0", "p0"), has_peers=True)
+    again = channel.decode_to_instance(channel.encode_frames([start])[channel.HEADER_BYTES :])
+    assert isinstance(again, channel.Start)
     encoder, decoder, own = (c.scheduler for c in again.context.neighbour_configs)
     assert (encoder.image_budget, decoder.max_num_seqs, decoder.token_budget) == (5, 9, 70)
     assert own == config.scheduler
 
 
 def test_a_frame_over_the_limit_is_refused_by_its_length_alone() -> None:
-    with pytest.raises(wire.WireError, match="limit of 100"):
-        wire.FrameReader(100).read_frames(struct.pack("<I", 101))
-    assert wire.FrameReader(100).read_frames(struct.pack("<I", 100) + bytes(100)) == [bytes(100)]
-    with pytest.raises(wire.WireError, match="limit"):
-        wire.encode_frames([Renew(1, tuple(range(200)), ())], max_bytes=100)
+    with pytest.raises(channel.WireError, match="limit of 100"):
+        channel.FrameReader(100).read_frames(struct.pack("<I", 101))
+    assert channel.FrameReader(100).read_frames(struct.pack("<I", 100) + bytes(100)) == [bytes(100)]
+    with pytest.raises(channel.WireError, match="limit"):
+        channel.encode_frames([Renew(1, tuple(range(200)), ())], max_bytes=100)
 
 
 def test_frames_cut_anywhere_are_put_together() -> None:
-    data = wire.encode_to_peer(MESSAGES)
+    data = channel.encode_to_peer(MESSAGES)
     for step in (1, 3, 7, len(data)):
-        reader = wire.FrameReader()
+        reader = channel.FrameReader()
         bodies = [body for i in range(0, len(data), step) for body in reader.read_frames(data[i : i + step])]
-        assert [wire.decode_to_peer(body) for body in bodies] == MESSAGES
+        assert [channel.decode_to_peer(body) for body in bodies] == MESSAGES
 
 
 def submit(number: int, sampling: SamplingParams, prompt: tuple[int, ...], pixels: tuple[PixelPayload, ...]) -> Submit:
@@ -117,10 +117,10 @@ def test_what_answers_have_in_common_travels_once() -> None:
     prompt, pixels = tuple(range(5000)), (PixelPayload(ImageDigest(b"d" * 32), 100, 100, bytes(30_000)),)
     answers = [submit(number, sampling, prompt, pixels) for number in range(1, 65)]
     messages: list[ToInstance] = [Abort(RequestId(99)), *answers, Abort(RequestId(1)), answers[0]]
-    one, all_of_them = (len(wire.encode_to_instance(some)) for some in (answers[:1], messages))
+    one, all_of_them = (len(channel.encode_to_instance(some)) for some in (answers[:1], messages))
     assert all_of_them < 2 * one + 64 * 32
-    bodies = wire.FrameReader().read_frames(wire.encode_to_instance(messages))
-    assert len(bodies) == 4 and wire.messages_to_instance(bodies) == messages
+    bodies = channel.FrameReader().read_frames(channel.encode_to_instance(messages))
+    assert len(bodies) == 4 and channel.messages_to_instance(bodies) == messages
 
 
 def test_what_differs_in_anything_else_travels_by_itself() -> None:
@@ -134,5 +134,5 @@ def test_what_differs_in_anything_else_travels_by_itself() -> None:
         replace(first, request=dataclasses.replace(first.request, id=RequestId(2), cache_salt="bob")),
     ]
     for other in others:
-        bodies = wire.FrameReader().read_frames(wire.encode_to_instance([first, other, first]))
-        assert len(bodies) == 3 and wire.messages_to_instance(bodies) == [first, other, first]
+        bodies = channel.FrameReader().read_frames(channel.encode_to_instance([first, other, first]))
+        assert len(bodies) == 3 and channel.messages_to_instance(bodies) == [first, other, first]
