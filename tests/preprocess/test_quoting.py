@@ -13,7 +13,7 @@ import pytest
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.preprocess.text.quoting import Quoting
+from hydra_engine.preprocess.text.chat import Quoting
 from hydra_engine.preprocess.text.tokenizer import Tokenizer
 from tests.calls import asked
 from tests.preprocess.conftest import CHAT_TEMPLATE, SPECIALS, Kitchen, noise

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from hydra_engine.core.call import ChatMessage, MediaPart, Role
 from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.models.specs.base import MediaPlan, ModelSpec, ProcessorSpec
-from hydra_engine.preprocess.text.chat import ChatTemplate
-from hydra_engine.preprocess.text.quoting import Quoting
+from hydra_engine.preprocess.text.chat import ChatTemplate, Quoting
 from hydra_engine.preprocess.text.template_files import read_template
 from hydra_engine.preprocess.text.tokenizer import Tokenizer
 
