@@ -78,16 +78,16 @@ class Connect(msgspec.Struct, frozen=True, tag=True):
 
 
 class Alike(msgspec.Struct, frozen=True, tag=True):
-    """Requests that differ only in id, seed and age, such as the samples of one prompt: their common part is sent
-    once."""
+    """Requests that differ only in id, seed and arrival index, such as the samples of one prompt: their common part is
+    sent once."""
 
     first: Submit
-    others: list[tuple[RequestId, int, int]]  # id, seed, age
+    others: list[tuple[RequestId, int, int]]  # id, seed, arrival index
 
     def expand(self) -> Iterator[Submit]:
         yield self.first
-        for number, seed, age in self.others:
-            request = replace(self.first.request, id=number, seed=seed, age=age)
+        for number, seed, arrival_index in self.others:
+            request = replace(self.first.request, id=number, seed=seed, arrival_index=arrival_index)
             yield msgspec.structs.replace(self.first, request=request)
 
 
@@ -123,7 +123,7 @@ def _joined(messages: Iterable[ToInstance]) -> Iterator[ToInstance | Alike]:
     others: list[tuple[RequestId, int, int]] = []
     for message in messages:
         if first is not None and isinstance(message, Submit) and _are_alike(first, message):
-            others.append((message.request.id, message.request.seed, message.request.age))
+            others.append((message.request.id, message.request.seed, message.request.arrival_index))
             continue
         if first is not None:
             yield Alike(first, others) if others else first
@@ -134,11 +134,12 @@ def _joined(messages: Iterable[ToInstance]) -> Iterator[ToInstance | Alike]:
         yield Alike(first, others) if others else first
 
 
-_COMMON = tuple(field.name for field in fields(Request) if field.name not in ("id", "seed", "age"))
+_COMMON = tuple(field.name for field in fields(Request) if field.name not in ("id", "seed", "arrival_index"))
 
 
 def _are_alike(one: Submit, other: Submit) -> bool:
-    """True if only id, seed and age may differ. Long values are compared by identity; equal copies are sent twice."""
+    """True if only id, seed and arrival index may differ. Long values are compared by identity; equal copies are sent
+    twice."""
     if (one.stages, one.remote_images, one.source) != (other.stages, other.remote_images, other.source):
         return False
     return _is_same(one.pixels, other.pixels) and all(

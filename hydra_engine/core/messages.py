@@ -16,7 +16,7 @@ from hydra_engine.core.request import Request
 from hydra_engine.core.results import TokenLogprobs
 from hydra_engine.errors import ErrorInfo
 
-WIRE_VERSION = 7
+WIRE_VERSION = 8
 
 
 # ---- pixels of an image span, from the preprocessor to a vision lane

@@ -88,9 +88,9 @@ class Request:
     `rope_delta`: offset of multimodal rotary positions behind the prompt; 0 for other models.
 
     `id` names one attempt to serve a user's request; an attempt after a lost instance has a new id, so that late
-    messages of the old one are not taken for the new one's. `age` is the same for all attempts: the request with the
-    smaller age is older on every instance of the node. `generated_token_ids`: tokens sampled by earlier attempts; they
-    count towards `max_new_tokens` and are prefilled behind the prompt.
+    messages of the old one are not taken for the new one's. `arrival_index` is the same for all attempts: the
+    request with the smaller one is older on every instance of the node. `generated_token_ids`: tokens sampled by
+    earlier attempts; they count towards `max_new_tokens` and are prefilled behind the prompt.
     """
 
     id: RequestId
@@ -107,7 +107,7 @@ class Request:
     client: str = ""  # the client's key, for fair turns
     rope_delta: int = 0
     priority: int = 0  # the smaller one goes first
-    age: int = 0
+    arrival_index: int = 0
     generated_token_ids: tuple[int, ...] = ()
     resumed: Resumed | None = None  # set if there are such tokens
     preempted: bool = False  # an earlier attempt was: this one starts only with free blocks for all it can need

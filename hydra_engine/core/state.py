@@ -17,7 +17,7 @@ from hydra_engine.core.outputs import Departure, FinishReason
 from hydra_engine.core.request import Request
 from hydra_engine.errors import ErrorInfo
 
-# (age, arrival number at this instance): the smaller one is older. Ages hold for all instances, see `Request.age`.
+# (`Request.arrival_index`, the same on all instances; arrival number at this one): the smaller one is older.
 Order = tuple[int, int]
 
 # (priority, deadline of the first token in seconds or amount of work left, order): the smaller one is considered first.
@@ -131,7 +131,7 @@ class RequestState:
         """Returns the state of a request that arrives at time `now`, as number `arrival_number` of its instance. If E
         is not among its `stages`, all images are external."""
         due_s = math.inf if request.slo.ttft_s is None else request.arrival_s + request.slo.ttft_s
-        order = request.age, arrival_number
+        order = request.arrival_index, arrival_number
         return cls(
             request=request,
             order=order,

@@ -233,10 +233,10 @@ class ActiveRequest:
 
 
 def activate(prepared: Prepared, handle: Reader, tokenizer: Tokenizer, engine: SchedulerConfig) -> ActiveRequest:
-    """Returns the active request. Its number is its age on this node; its own latency limits take precedence over the
-    engine's."""
+    """Returns the active request. Its number is its arrival index on this node; its own latency limits take precedence
+    over the engine's."""
     slo = prepared.request.slo.with_defaults(engine.ttft_slo, engine.tpot_slo)
-    request = replace(prepared.request, age=prepared.request.id, slo=slo)
+    request = replace(prepared.request, arrival_index=prepared.request.id, slo=slo)
     detokenizer = IncrementalDetokenizer(tokenizer, request.sampling)
     return ActiveRequest(request, handle, tokenizer, detokenizer, prepared.spans, prepared.facts)
 
@@ -425,12 +425,12 @@ class RequestInFlight:
 
     @property
     def request(self) -> Request:
-        """The request as submitted; its id and age are the frontend's number."""
+        """The request as submitted; its id and arrival index are the frontend's number."""
         return self.active.request
 
     @property
-    def age(self) -> int:
-        return self.request.age
+    def arrival_index(self) -> int:
+        return self.request.arrival_index
 
     @property
     def num_known(self) -> int:
@@ -675,4 +675,4 @@ class PoisonGuard:
         blamed = [f for f in self._requests.values() if name in f.left_instances and now - f.left_s <= LATE_S]
         for in_flight in blamed:
             in_flight.left_instances = frozenset()
-        return sorted(blamed, key=lambda in_flight: in_flight.age)
+        return sorted(blamed, key=lambda in_flight: in_flight.arrival_index)

@@ -237,7 +237,7 @@ class Dispatcher:
         return bool(self.instances[name].stale) or any(f.is_at(name) for f in list(self.requests.values()))
 
     def _by_age(self) -> list[RequestInFlight]:
-        return sorted(self.requests.values(), key=lambda in_flight: in_flight.age)
+        return sorted(self.requests.values(), key=lambda in_flight: in_flight.arrival_index)
 
     def _lose_all(self, name: str, now: float) -> None:
         for in_flight in self._by_age():

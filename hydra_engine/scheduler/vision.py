@@ -91,10 +91,10 @@ class VisionPlanner:
 
 def _images(states: Iterable[RequestState]) -> Iterator[tuple[RequestState, int]]:
     """Yields (request, image index) of the images that wait for an encode here, request by request. Adjacent encode
-    jobs of one age are parts of one request: their images come in the order of its prompt, in which they are
+    jobs of one arrival index are parts of one request: their images come in the order of its prompt, in which they are
     needed."""
-    for age, group in groupby(states, key=lambda state: state.order[0] if state.is_encode_job else None):
+    for arrival, group in groupby(states, key=lambda state: state.order[0] if state.is_encode_job else None):
         pairs = ((state, index) for state in group for index in range(len(state.images)))
-        for state, index in pairs if age is None else sorted(pairs, key=lambda pair: policy.image_order(*pair)):
+        for state, index in pairs if arrival is None else sorted(pairs, key=lambda pair: policy.image_order(*pair)):
             if state.images[index] == ImageProgress.WAITING and index not in state.external_images:
                 yield state, index

@@ -274,7 +274,7 @@ class Deployment:
         self.cluster.send(name, messages)
 
     def _report(self, active: ActiveRequest, result: Result) -> None:
-        number = int(active.request.age)
+        number = int(active.request.arrival_index)
         if number in self.results:
             raise SimulationError(f"request {number} has ended twice")
         self.results[number] = result

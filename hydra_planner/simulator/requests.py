@@ -93,7 +93,7 @@ class RequestMaker:
             arrival_s=arrival_s,
             images=tuple(images),
             eos_token_ids=self._spec.eos_token_ids,
-            age=number,
+            arrival_index=number,
             slo=self._slo,
         )
         return request, tuple(PixelPayload(image.digest, 1, 1, bytes(_PIXEL_BYTES)) for image in images)

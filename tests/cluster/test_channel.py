@@ -108,7 +108,9 @@ def test_frames_cut_anywhere_are_put_together() -> None:
 
 
 def submit(number: int, sampling: SamplingParams, prompt: tuple[int, ...], pixels: tuple[PixelPayload, ...]) -> Submit:
-    request = Request(RequestId(number), prompt, sampling, max_new_tokens=3, seed=7 * number, arrival_s=1.0, age=number)
+    request = Request(
+        RequestId(number), prompt, sampling, max_new_tokens=3, seed=7 * number, arrival_s=1.0, arrival_index=number
+    )
     return Submit(request, pixels)
 
 

@@ -113,7 +113,7 @@ class Played:
 
     def sample(self, number: RequestId, part: Part) -> None:
         position = len(part.tokens)
-        part.tokens.append(token(part.request.age, position))
+        part.tokens.append(token(part.request.arrival_index, position))
         self.outbox.append(Tokens([number], [position], [part.tokens[-1]], 0.0))
         if len(part.tokens) >= part.request.max_new_tokens:
             self.end(number, FinishReason.LENGTH)

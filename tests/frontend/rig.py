@@ -73,7 +73,7 @@ def make_request(
         arrival_s=0.0,
         images=items,
         eos_token_ids=(EOS,),
-        age=number,
+        arrival_index=number,
     )
 
 
@@ -119,7 +119,7 @@ class Rig:
                 self.dispatcher.on_message(name, NeedDecoder(message.request.id), self.now)
 
     def _report(self, active: ActiveRequest, result: Result) -> None:
-        self.results.append((active.request.age, result))
+        self.results.append((active.request.arrival_index, result))
 
     @property
     def now(self) -> float:
@@ -198,7 +198,7 @@ class Rig:
             if kind is not None:
                 blame = (DelayCause(kind, 0.02),)
                 gap = StageSpan("decode_wait", self.now - 0.02, self.now, name, "language", blame=blame)
-            self.say(name, request.id, position, token(request.age, position), late=gap)
+            self.say(name, request.id, position, token(request.arrival_index, position), late=gap)
 
     def finish(
         self, name: str, number: int, reason: FinishReason | Departure, num_generated: int = 0, **fields: Any
@@ -216,13 +216,13 @@ class Rig:
     # ---- what came out
 
     def error(self, number: int) -> HydraError | None:
-        error = next((result.error for age, result in self.results if age == number), None)
+        error = next((result.error for arrival_index, result in self.results if arrival_index == number), None)
         assert error is None or isinstance(error, HydraError)
         return error
 
     def assert_done(self, number: int, num_tokens: int) -> Result:
         """Checks that it ended once, with the right tokens, each of which the handle's reader has seen once."""
-        (result,) = [result for age, result in self.results if age == number]
+        (result,) = [result for arrival_index, result in self.results if arrival_index == number]
         assert result.error is None, result.error
         assert result.token_ids == tuple(token(number, position) for position in range(num_tokens))
         shown = [piece.token_ids for piece in self.handles[number]]

@@ -63,11 +63,11 @@ def test_the_others_begin_with_the_first_token_of_the_first() -> None:
     asked.ends("epd0", others[0], 0, 1, 2, 3)
     result = asked.handle.result(0)
     assert [answer.token_ids for answer in result.choices] == [
-        tuple(token(age, position) for position in range(4)) for age in (1, 2, 3)
+        tuple(token(arrival_index, position) for position in range(4)) for arrival_index in (1, 2, 3)
     ]
     pieces = list(asked.handle)
     assert [piece.index for piece in pieces if piece.result is not None] == [2, 0, 1]
-    assert [age for age, _ in asked.rig.results] == [3, 1, 2]
+    assert [arrival_index for arrival_index, _ in asked.rig.results] == [3, 1, 2]
     asked.assert_at_rest()
 
 
@@ -85,7 +85,7 @@ def test_a_death_before_the_first_token_delays_the_others() -> None:
     asked.rig.down("epd0")
     asked.rig.up("epd0")
     (again,) = asked.requests("epd0")
-    assert again.id != 1 and again.age == 1 and asked.choices.num_waiting == 2
+    assert again.id != 1 and again.arrival_index == 1 and asked.choices.num_waiting == 2
     asked.rig.speak("epd0", again, 0)
     others = asked.requests("epd0")
     asked.ends("epd0", again, 1, 2, 3)
@@ -104,7 +104,7 @@ def test_an_instance_lost_for_good_fails_all_at_once(begun: bool) -> None:
     asked.rig.down("epd0", restarts=False)
     with pytest.raises(Unavailable):
         asked.handle.result(0)
-    assert sorted(age for age, _ in asked.rig.results) == ([1, 2, 3] if begun else [1])
+    assert sorted(arrival_index for arrival_index, _ in asked.rig.results) == ([1, 2, 3] if begun else [1])
     asked.assert_at_rest()
 
 
@@ -120,7 +120,7 @@ def test_requests_that_all_kill_are_given_up_once_each() -> None:
     with pytest.raises(RequestFailed, match="not tried again"):
         asked.handle.result(0)
     asked.rig.wait(20.0)
-    assert sorted(age for age, _ in asked.rig.results) == [1, 2, 3]
+    assert sorted(arrival_index for arrival_index, _ in asked.rig.results) == [1, 2, 3]
     asked.assert_at_rest()
 
 
@@ -164,7 +164,7 @@ def test_everything_is_failed_when_the_engine_closes(waiting: bool) -> None:
         asked.rig.dispatcher.fail(in_flight, error, asked.rig.now)
     with pytest.raises(RequestFailed, match="closed"):
         asked.handle.result(0)
-    assert sorted(age for age, _ in asked.rig.results) == [1, 2, 3]
+    assert sorted(arrival_index for arrival_index, _ in asked.rig.results) == [1, 2, 3]
     asked.assert_at_rest()
 
 

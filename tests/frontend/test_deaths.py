@@ -22,7 +22,7 @@ def test_prefill_dies_before_the_first_token() -> None:
     prefill = rig.submitted("p1")
     assert abort == Abort(1)
     assert isinstance(again, Submit) and again.source == "p1" and again.request == prefill.request
-    assert prefill.request.id != 1 and prefill.request.age == 1 and prefill.request.generated_token_ids == ()
+    assert prefill.request.id != 1 and prefill.request.arrival_index == 1 and prefill.request.generated_token_ids == ()
     rig.speak("p1", prefill.request, 0)
     rig.finish("p1", prefill.request.id, MOVED, 1)
     rig.speak("d0", prefill.request, 1, 2, 3)
@@ -301,7 +301,7 @@ def test_those_that_wait_go_on_by_age_when_it_is_back() -> None:
         rig.submit(number)
     rig.wait(3.0)
     rig.up("d0")
-    assert [m.request.age for m in rig.take("p0") if isinstance(m, Submit)] == [1, 2, 3]
+    assert [m.request.arrival_index for m in rig.take("p0") if isinstance(m, Submit)] == [1, 2, 3]
     rig.wait(10.0)
     assert rig.results == []
 

@@ -23,7 +23,7 @@ def test_one_instance_gets_the_whole_request() -> None:
     rig.submit(1, images=[16])
     submit = rig.submitted("epd0")
     assert (submit.stages, submit.remote_images, submit.source) == ("EPD", (), "")
-    assert (submit.request.id, submit.request.age, len(submit.pixels)) == (1, 1, 1)
+    assert (submit.request.id, submit.request.arrival_index, len(submit.pixels)) == (1, 1, 1)
     rig.speak("epd0", submit.request, 0, 1, 2, 3)
     rig.finish("epd0", 1, LENGTH, 4)
     rig.assert_done(1, 4)
@@ -60,7 +60,7 @@ def test_images_are_encoded_elsewhere_when_they_are_asked_for() -> None:
     jobs = {name: rig.encode(name) for name in ("e0", "e1")}
     assert sorted(job.indices for job in jobs.values()) == [(0, 2), (1,)]
     for name, job in jobs.items():
-        assert (job.target, job.target_request, job.request.age) == ("p0", 1, 1)
+        assert (job.target, job.target_request, job.request.arrival_index) == ("p0", 1, 1)
         assert job.request.prompt_token_ids == () and job.request.id not in (1, prefill.request.id)
         assert job.request.images == tuple(prefill.request.images[i] for i in job.indices)
         assert [pixels.digest for pixels in job.pixels] == [image.digest for image in job.request.images]

@@ -93,7 +93,7 @@ class LateDeployment(Deployment):
                 for number, position in zip(message.request_ids, message.positions, strict=True):
                     in_flight = self.dispatcher.by_id.get(RequestId(number))
                     if in_flight is not None and in_flight.attempt_at(name, RequestId(number)):
-                        self.times[in_flight.age].setdefault(position, message.time_s)
+                        self.times[in_flight.arrival_index].setdefault(position, message.time_s)
         super().on_messages(name, messages)
 
     def cancel_at(self, number: int, at_s: float) -> None:

@@ -74,21 +74,21 @@ def test_suspects_are_tried_one_at_a_time_and_the_guilty_takes_nobody_along() ->
     rig = Rig("EPD", max_attempts=3)
     for number in (1, 2, 3):
         rig.submit(number)
-    assert [request.age for request in begun(rig, "epd0")] == [1, 2, 3]
-    assert [request.age for request in die_and_return(rig, "epd0")] == [1, 2, 3]
+    assert [request.arrival_index for request in begun(rig, "epd0")] == [1, 2, 3]
+    assert [request.arrival_index for request in die_and_return(rig, "epd0")] == [1, 2, 3]
     (first,) = die_and_return(rig, "epd0")
-    assert first.age == 1
+    assert first.arrival_index == 1
     rig.wait(1.0)
     assert begun(rig, "epd0") == [] and not rig.results
     rig.speak("epd0", first, 0)
     rig.wait(0.1)
     (second,) = begun(rig, "epd0")
-    assert second.age == 2
+    assert second.arrival_index == 2
     # This one kills. The first one was cleared, which makes it a suspect again and not poison.
     again = die_and_return(rig, "epd0")
     error = rig.error(2)
     assert error is not None and error.code == "request_poisoned"
-    assert [request.age for request in again] == [1] and again[0].generated_token_ids != ()
+    assert [request.arrival_index for request in again] == [1] and again[0].generated_token_ids != ()
     rig.speak("epd0", again[0], 1)
     rig.wait(0.1)
     assert begun(rig, "epd0") == [], "it was cleared before, so it is tried to its end"

@@ -24,8 +24,10 @@ from tests.scheduler.sim import Img, expected_tokens, make_request
 FAILED = Unavailable("it was not ready").info()
 
 
-def hold(s: Part, number: int, *parts: int | Img, max_new: int = 4, age: int = 0, **kwargs) -> Request:
-    return s.put(make_request(number, *parts, max_new=max_new), age=age, held_for="grammar", **kwargs)
+def hold(s: Part, number: int, *parts: int | Img, max_new: int = 4, arrival_index: int = 0, **kwargs) -> Request:
+    return s.put(
+        make_request(number, *parts, max_new=max_new), arrival_index=arrival_index, held_for="grammar", **kwargs
+    )
 
 
 # ---- the scheduler
@@ -35,7 +37,7 @@ def test_what_is_held_has_no_blocks_no_features_and_no_rows_whoever_waits() -> N
     """Slots, KV blocks and image blocks would be enough for one of them only."""
     s = Part(EPD, kv_blocks=4, image_blocks=1, max_num_seqs=1)
     hold(s, 1, A, 3)
-    s.put(make_request(2, Img(4, name="c"), 3, max_new=6), age=1)
+    s.put(make_request(2, Img(4, name="c"), 3, max_new=6), arrival_index=1)
     while s.scheduler.has_work and 2 not in s.finished:
         assert s.state(1).phase is RequestPhase.HELD
         s.vision()
@@ -53,7 +55,7 @@ def test_its_pictures_are_looked_for_when_it_is_released() -> None:
     s = Part(EPD, image_blocks=2, kv_blocks=16)
     hold(s, 1, 4, A, 3)
     for number, image in ((2, A), (3, Img(8, name="b"))):  # of which the second takes all of the image cache
-        s.put(make_request(number, image, 2), age=number)
+        s.put(make_request(number, image, 2), arrival_index=number)
         while number not in s.finished:
             s.vision(took_s=0.01)
             s.language(took_s=0.01)
@@ -66,9 +68,9 @@ def test_its_pictures_are_looked_for_when_it_is_released() -> None:
 
 def test_its_place_in_the_queue_is_that_of_its_age() -> None:
     s = Part(EPD, token_budget=8, max_num_seqs=1)
-    hold(s, 1, 8, age=1)
-    s.put(make_request(2, 8, max_new=2), age=2)
-    s.put(make_request(3, 8, max_new=2), age=3)
+    hold(s, 1, 8, arrival_index=1)
+    s.put(make_request(2, 8, max_new=2), arrival_index=2)
+    s.put(make_request(3, 8, max_new=2), arrival_index=3)
     s.language()
     s.release(1)
     order = [s.language()[0][0] for _ in range(3)]

@@ -222,7 +222,10 @@ class Cluster:
     def run(self, arrivals: list[Request], *, aborts: float = 0.0, max_steps: int = 60_000) -> None:
         """Runs random events until every request has ended and nothing is held."""
         ages = self.random.sample(range(1, len(arrivals) + 1), len(arrivals))  # who is older may come later
-        waiting = [replace(request, age=age) for request, age in zip(reversed(arrivals), ages, strict=True)]
+        waiting = [
+            replace(request, arrival_index=arrival_index)
+            for request, arrival_index in zip(reversed(arrivals), ages, strict=True)
+        ]
         pace = self.random.choice((0.02, 0.2, 1.0))
         for _ in range(max_steps):
             self.now += 0.001

@@ -51,16 +51,16 @@ class Part(Stepper):
         )
         self.oracle = NoOracle()
 
-    def put(self, request: Request, *, age: int = 0, **kwargs) -> Request:
-        request = replace(request, age=age)
+    def put(self, request: Request, *, arrival_index: int = 0, **kwargs) -> Request:
+        request = replace(request, arrival_index=arrival_index)
         self.requests[request.id] = request
         self.scheduler.add(request, self.now, **kwargs)
         check(self.scheduler)
         return request
 
-    def job(self, number: int, *images: Img, age: int = 0, at: int = 0) -> None:
+    def job(self, number: int, *images: Img, arrival_index: int = 0, at: int = 0) -> None:
         request = make_request(number, *([at] if at else []), *images)
-        self.put(replace(request, prompt_token_ids=()), age=age, stages=E)
+        self.put(replace(request, prompt_token_ids=()), arrival_index=arrival_index, stages=E)
 
     def told(self) -> list:
         events = self.connector.take_events()

@@ -56,11 +56,11 @@ def test_a_job_offers_what_is_cached_already_and_what_another_one_encodes() -> N
 
 def test_features_that_give_way_are_encoded_and_offered_again() -> None:
     s = Part(E, kv_blocks=0, image_blocks=2)
-    s.job(1, B, age=5)
+    s.job(1, B, arrival_index=5)
     s.vision()
     s.told()
-    s.job(2, B, Img(4), age=6)
-    s.job(3, Img(8), age=1)
+    s.job(2, B, Img(4), arrival_index=6)
+    s.job(3, Img(8), arrival_index=1)
     assert s.vision() == [(3, 0)]
     shared, *gone, offered = s.told()
     assert gone == [FeaturesGoneEvent(RequestId(1), 0), FeaturesGoneEvent(RequestId(2), 0)]
@@ -99,27 +99,27 @@ def test_an_image_that_fails_ends_its_job() -> None:
 def test_jobs_leave_room_for_the_largest_image_of_a_request_that_is_here() -> None:
     s = Part(E | P, image_blocks=5, image_budget=64)
     for number in (1, 2, 3):
-        s.job(number, Img(8), age=number)
-    s.put(make_request(4, Img(8), 1), age=4)
+        s.job(number, Img(8), arrival_index=number)
+    s.put(make_request(4, Img(8), 1), arrival_index=4)
     assert s.vision() == [(1, 0), (4, 0)], "two blocks for it, so three for jobs"
     s.language()
-    s.job(5, Img(4), age=5)
+    s.job(5, Img(4), arrival_index=5)
     assert s.vision() == [(2, 0)], "nobody here waits for an image any more"
 
 
 def test_a_job_too_large_for_that_goes_by_age_alone() -> None:
     s = Part(E | P, image_blocks=3, image_budget=64)
-    s.job(1, Img(12), age=1)
-    s.put(make_request(2, Img(8), 1), age=2)
+    s.job(1, Img(12), arrival_index=1)
+    s.put(make_request(2, Img(8), 1), arrival_index=2)
     assert s.vision() == [(1, 0)]
 
 
 def test_images_of_one_request_are_encoded_in_the_order_of_its_prompt_whatever_job_they_are_in() -> None:
     """The target takes the first one first: in a cache for one image, the later one has to give way."""
     s = Part(E, kv_blocks=0, image_blocks=2)
-    s.job(1, Img(8), age=3, at=20)
+    s.job(1, Img(8), arrival_index=3, at=20)
     assert s.vision() == [(1, 0)]
-    s.job(2, Img(8), age=3, at=30)
-    s.job(3, Img(8), age=3, at=10)
+    s.job(2, Img(8), arrival_index=3, at=30)
+    s.job(3, Img(8), arrival_index=3, at=10)
     assert s.vision() == [(3, 0)]
     assert FeaturesGoneEvent(RequestId(1), 0) in s.told()

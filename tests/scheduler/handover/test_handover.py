@@ -22,21 +22,21 @@ from tests.scheduler.sim import Img, expected_tokens, make_request
 
 def test_age_goes_before_arrival() -> None:
     s = Part(EPD, token_budget=4)
-    s.put(make_request(1, 8), age=7)
-    s.put(make_request(2, 8), age=3)
-    s.put(make_request(3, 8), age=3)
+    s.put(make_request(1, 8), arrival_index=7)
+    s.put(make_request(2, 8), arrival_index=3)
+    s.put(make_request(3, 8), arrival_index=3)
     assert s.language() == [(2, 4)] and s.language() == [(2, 4)]
     assert s.language()[-1][0] == 3
 
 
 def test_an_older_request_that_comes_later_takes_room_from_one_that_stands_before_an_image() -> None:
     s = Part(EPD, kv_blocks=4, token_budget=32)
-    s.put(make_request(1, 10, Img(4), max_new=2), age=5)
+    s.put(make_request(1, 10, Img(4), max_new=2), arrival_index=5)
     assert s.language() == [(1, 10)]
-    s.put(make_request(2, 8, max_new=2), age=6)
+    s.put(make_request(2, 8, max_new=2), arrival_index=6)
     s.language()
     assert s.state(1).num_preemptions == 0, "a younger one takes nothing"
-    s.put(make_request(3, 12, max_new=2), age=1)
+    s.put(make_request(3, 12, max_new=2), arrival_index=1)
     s.language()
     assert s.state(1).num_preemptions == 1
     s.finish_all()
@@ -118,14 +118,14 @@ def test_what_gave_way_elsewhere_starts_only_with_room_for_all() -> None:
 
 def test_nobody_gives_way_to_an_arrival_while_a_step_runs() -> None:
     s = Part(D, kv_blocks=9, look_ahead=True)
-    s.put(make_request(2, 8, max_new=12), age=2, external_kv=True)
+    s.put(make_request(2, 8, max_new=12), arrival_index=2, external_kv=True)
     arrive(s, 2, 2)
     running = s.plan_language()
-    s.put(make_request(3, 12, max_new=4), age=3, external_kv=True)
+    s.put(make_request(3, 12, max_new=4), arrival_index=3, external_kv=True)
     s.offer_kv(3, 3, 1)
     (plan,) = s.pulls()
     s.pulled(plan)
-    s.put(make_request(1, 16, max_new=4), age=1, external_kv=True)
+    s.put(make_request(1, 16, max_new=4), arrival_index=1, external_kv=True)
     s.offer_kv(1, 1, 4, end_of(s.requests[1]))
     assert s.plan_language() is None or not s.state(3).num_preemptions
     s.end_language(running)

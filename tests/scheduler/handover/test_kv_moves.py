@@ -122,10 +122,10 @@ def test_a_request_that_ends_where_it_is_prefilled_takes_its_offer_back(how: str
 
 def test_what_gives_way_before_an_image_takes_its_offer_back_and_offers_again() -> None:
     s = Part(P, kv_blocks=5, token_budget=32)
-    s.put(make_request(1, 8, A, 1), age=5, external_images=frozenset({0}))
+    s.put(make_request(1, 8, A, 1), arrival_index=5, external_images=frozenset({0}))
     assert s.language() == [(1, 8)]
     s.told()
-    s.put(make_request(2, 12), age=1)
+    s.put(make_request(2, 12), arrival_index=1)
     assert s.language() == [(2, 12)]
     assert s.told()[0] == KvGoneEvent(RequestId(1))
     s.offer_image(1, 0, 1)
@@ -252,10 +252,10 @@ def test_an_offer_of_kv_for_nobody_is_not_needed_and_neither_is_that_of_a_reques
 
 def test_an_older_arrival_takes_the_room_of_one_that_is_still_pulled() -> None:
     s = Part(D, kv_blocks=6)
-    s.put(make_request(5, 17, max_new=4), age=5, external_kv=True)
+    s.put(make_request(5, 17, max_new=4), arrival_index=5, external_kv=True)
     s.offer_kv(5, 5, 2)
     plan = s.pull()
-    s.put(make_request(1, 12, max_new=4), age=1, external_kv=True)
+    s.put(make_request(1, 12, max_new=4), arrival_index=1, external_kv=True)
     s.offer_kv(1, 1, 3, end_of(s.requests[1]))
     assert not s.pulls(), "between two language steps nobody gives way"
     assert s.plan_language() is None and s.scheduler.ledger().kv_blocks_held == 5, "the copy is not cut"
@@ -275,10 +275,10 @@ def test_an_older_arrival_takes_the_room_of_one_that_is_still_pulled() -> None:
 def test_what_is_computed_to_its_end_takes_the_room_of_older_ones_that_are_not() -> None:
     """Otherwise it would hold, where it was computed, what others need there: a decode waits for no prefill."""
     s = Part(D, kv_blocks=6)
-    s.put(make_request(1, 17, max_new=4), age=1, external_kv=True)
+    s.put(make_request(1, 17, max_new=4), arrival_index=1, external_kv=True)
     s.offer_kv(1, 1, 2)
     s.pulled(s.pull())
-    s.put(make_request(5, 12, max_new=4), age=5, external_kv=True)
+    s.put(make_request(5, 12, max_new=4), arrival_index=5, external_kv=True)
     s.offer_kv(5, 5, 2)
     assert s.plan_language() is None and not s.pulls() and not s.state(1).num_preemptions, "both are on their way"
     s.offer_kv(5, 5, 3, end_of(s.requests[5]))
@@ -288,9 +288,9 @@ def test_what_is_computed_to_its_end_takes_the_room_of_older_ones_that_are_not()
 
 def test_what_is_computed_to_its_end_goes_before_a_prefill_that_stands_before_an_image() -> None:
     s = Part(P | D, kv_blocks=6, token_budget=32)
-    s.put(make_request(1, 16, A, 1, max_new=2), age=1, external_images=frozenset({0}))
+    s.put(make_request(1, 16, A, 1, max_new=2), arrival_index=1, external_images=frozenset({0}))
     assert s.language() == [(1, 16)]
-    s.put(make_request(5, 12, max_new=4), age=5, external_kv=True)
+    s.put(make_request(5, 12, max_new=4), arrival_index=5, external_kv=True)
     s.offer_kv(5, 5, 3, end_of(s.requests[5]))
     assert s.plan_language() is None and s.state(1).num_preemptions == 1
     assert s.pull().request_id == 5
@@ -300,9 +300,9 @@ def test_an_older_prefill_takes_no_room_of_what_goes_on_in_the_same_step() -> No
     """Running prefills come first in a step whatever their age, so this one has its row when the older one lacks
     blocks."""
     s = Part(P | D, kv_blocks=6, token_budget=12)
-    s.put(make_request(1, 23, max_new=1), age=1)
+    s.put(make_request(1, 23, max_new=1), arrival_index=1)
     assert s.language() == [(1, 12)]
-    s.put(make_request(2, 7, max_new=2), age=2, external_kv=True)
+    s.put(make_request(2, 7, max_new=2), arrival_index=2, external_kv=True)
     arrive(s, 2, 2)
     assert s.language() == [(2, 1)] and 2 in s.finished
     assert s.language() == [(1, 11)] and s.finished[1].num_preemptions == 0
@@ -311,7 +311,7 @@ def test_an_older_prefill_takes_no_room_of_what_goes_on_in_the_same_step() -> No
 def test_a_decode_without_prefill_returns_when_it_must_give_way() -> None:
     s = Part(D, kv_blocks=8)
     for number in (1, 2):
-        s.put(make_request(number, 12, max_new=16), age=number, external_kv=True)
+        s.put(make_request(number, 12, max_new=16), arrival_index=number, external_kv=True)
         arrive(s, number, number)
     while not s.finished:
         s.language()
@@ -326,7 +326,12 @@ def test_a_decode_without_prefill_returns_when_it_must_give_way() -> None:
 def test_a_decode_with_prefill_in_its_part_is_computed_again_here() -> None:
     s = Part(P | D, kv_blocks=9, token_budget=32)
     for number in (1, 2):
-        s.put(make_request(number, 8, A, max_new=20), age=number, external_kv=True, external_images=frozenset({0}))
+        s.put(
+            make_request(number, 8, A, max_new=20),
+            arrival_index=number,
+            external_kv=True,
+            external_images=frozenset({0}),
+        )
         arrive(s, number, number)
     assert not s.told()
     while s.state(2) not in s.scheduler._requests.encoding:
@@ -340,13 +345,13 @@ def test_a_decode_with_prefill_in_its_part_is_computed_again_here() -> None:
 
 def test_arrivals_start_by_urgency_and_none_passes_another_too_often() -> None:
     s = Part(D, kv_blocks=8, max_bypass=2, max_num_seqs=8)
-    s.put(make_request(1, 12, max_new=16), age=1, external_kv=True)
+    s.put(make_request(1, 12, max_new=16), arrival_index=1, external_kv=True)
     arrive(s, 1, 1)
-    s.put(make_request(2, 20, max_new=4), age=2, external_kv=True)
+    s.put(make_request(2, 20, max_new=4), arrival_index=2, external_kv=True)
     s.offer_kv(2, 2, 5, end_of(s.requests[2]))
     order = []
     for number in range(3, 7):
-        s.put(make_request(number, 3, max_new=1 + 1), age=number, external_kv=True)
+        s.put(make_request(number, 3, max_new=1 + 1), arrival_index=number, external_kv=True)
         s.offer_kv(number, number, 1, end_of(s.requests[number]))
         for plan in s.pulls():
             order.append(int(plan.request_id))

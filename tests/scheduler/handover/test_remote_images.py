@@ -48,9 +48,9 @@ def test_remote_images_are_asked_for_pulled_and_consumed() -> None:
 
 def test_without_prefetching_features_are_fetched_when_nothing_goes_before() -> None:
     s = Part(P | D, token_budget=8, max_num_seqs=8, cluster=ClusterConfig(prefetch_features=False))
-    s.put(make_request(1, 16, max_new=1), age=1)
+    s.put(make_request(1, 16, max_new=1), arrival_index=1)
     for number, image in ((2, A), (3, B)):
-        s.put(make_request(number, image, 1, max_new=1), age=number, external_images=frozenset({0}))
+        s.put(make_request(number, image, 1, max_new=1), arrival_index=number, external_images=frozenset({0}))
         s.offer_image(number, 0, number)
     assert not s.pulls(), "the first request computes before them"
     assert [s.language(), s.language()] == [[(1, 8)], [(1, 8)]]
@@ -194,11 +194,11 @@ def test_a_request_that_ends_waits_for_every_copy_of_its_images() -> None:
 
 def test_room_is_kept_for_an_earlier_image_and_taken_from_later_ones() -> None:
     s = Part(P | D, image_blocks=2)
-    s.put(make_request(2, B, 1), age=2, external_images=frozenset({0}))
+    s.put(make_request(2, B, 1), arrival_index=2, external_images=frozenset({0}))
     s.offer_image(2, 0, 2)
     s.pulled(s.pull())
-    s.put(make_request(3, A, 1), age=3, external_images=frozenset({0}))
-    s.put(make_request(1, Img(8), 1), age=1, external_images=frozenset({0}))
+    s.put(make_request(3, A, 1), arrival_index=3, external_images=frozenset({0}))
+    s.put(make_request(1, Img(8), 1), arrival_index=1, external_images=frozenset({0}))
     s.told()
     s.offer_image(3, 0, 3)
     assert not s.pulls(), "the oldest may need the room"
@@ -206,7 +206,7 @@ def test_room_is_kept_for_an_earlier_image_and_taken_from_later_ones() -> None:
     plan = s.pull()
     assert plan.request_id == 1 and s.state(2).images == [WAITING]
     assert s.told() == [NeedImages(RequestId(2), (0,))]
-    s.put(make_request(4, Img(8), 1), age=0, external_images=frozenset({0}))
+    s.put(make_request(4, Img(8), 1), arrival_index=0, external_images=frozenset({0}))
     s.offer_image(4, 0, 4)
     assert not s.pulls(), "a copy in flight is not cut"
     s.pulled(plan)
