@@ -6,8 +6,8 @@ import pytest
 from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.frontend.call import chat_messages
-from hydra_engine.preprocess.text.chat import ChatTemplate
 from hydra_engine.preprocess.text.tokenizer import Tokenizer
+from hydra_engine.preprocess.text.writer import ChatTemplate
 
 IMAGE = "<image>"
 LLAVA = """\

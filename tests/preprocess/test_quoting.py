@@ -13,8 +13,8 @@ import pytest
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.preprocess.text.chat import Quoting
 from hydra_engine.preprocess.text.tokenizer import Tokenizer
+from hydra_engine.preprocess.text.writer import Quoting
 from tests.calls import asked
 from tests.preprocess.conftest import CHAT_TEMPLATE, SPECIALS, Kitchen, noise
 from tests.preprocess.prompt_parity import Sides

@@ -147,7 +147,7 @@ import sys, asyncio
 from PIL import Image
 from hydra_engine.preprocess import preprocessor
 from hydra_engine.preprocess.media import fetch, images, media, opening
-from hydra_engine.preprocess.text import chat
+from hydra_engine.preprocess.text import writer
 from hydra_engine.preprocess.text.tokenizer import load_tokenizer
 tokenizer = load_tokenizer({str(model_dir)!r})
 tokenizer.apply_template([{{"role": "user", "content": "hi"}}], tokenizer.chat_template)

@@ -11,8 +11,8 @@ import pytest
 
 from hydra_engine.errors import InvalidRequest
 from hydra_engine.frontend.call import chat_messages
-from hydra_engine.preprocess.text.chat import ChatTemplate
 from hydra_engine.preprocess.text.tokenizer import Tokenizer
+from hydra_engine.preprocess.text.writer import ChatTemplate
 from hydra_engine.server.protocol.anthropic import MessagesRequest, conversation
 from hydra_engine.server.protocol.chat import ChatCompletionRequest
 from hydra_engine.server.protocol.chat import chat_messages as protocol_messages
