@@ -107,7 +107,8 @@ def serve(channel: socket.socket, options: argparse.Namespace) -> None:
 
 
 class Target:
-    """This process: its pools, the source's, and a thread pool for the copies that a pull is held against."""
+    """The process that pulls: its pools, the source's, and threads for the plain copies that a pull is compared
+    with."""
 
     def __init__(self, options: argparse.Namespace, channel: socket.socket) -> None:
         self.threads: int = options.threads

@@ -151,7 +151,7 @@ class RequestTimeout(RequestError):
 
 
 class RateLimited(RequestError):
-    """This client asks for more than its limit; other clients are served."""
+    """The client goes beyond one of its own limits; other clients are served."""
 
     status = 429
     error_type = "requests"

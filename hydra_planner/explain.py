@@ -1,4 +1,4 @@
-"""Why encodes may have devices of their own: the closed forms of HeteroServe (sections 4 and 5) for one model, one
+"""Reasons for devices of their own for encodes: the closed forms of HeteroServe (sections 4 and 5) for one model, one
 workload and two kinds of devices.
 
 What a request hands over after its prefill (keys and values) or after its encode (features) is bytes; over a link it is

@@ -69,8 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _default_concurrency(config: EngineConfig) -> int:
-    """Twice the requests that the instances serve at once, which keeps lanes and preprocessing busy; at most half the
-    queue."""
+    """Number of requests in flight by default: twice what the instances serve at once, which keeps lanes and
+    preprocessing busy, but at most half of `max_queue`."""
     from hydra_engine.core.instances import Topology
 
     topology = Topology.parse(config.topology)

@@ -263,7 +263,8 @@ def _serve(sock: socket.socket) -> Job:
 
 
 def _become(job: Job, descriptors: list[int]) -> None:
-    """This process has what the job says, and nothing else from the server."""
+    """Gives this process the session, descriptors and streams that the job names, and nothing else of the fork
+    server's."""
     if job.new_session:
         os.setsid()
     above = max(*job.descriptors, *descriptors) + 1
@@ -351,7 +352,7 @@ def main(descriptor: int) -> NoReturn:
 
 
 def _run(module: str) -> int:
-    """Its exit code."""
+    """Runs a module as `__main__`; returns its exit code."""
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as ended:

@@ -77,7 +77,7 @@ def device_is_lost() -> bool:
 
 
 def said(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """Why: the first line of the error."""
+    """The reason of a skip, or the first line of an error, cut to `_SAID_LENGTH` characters."""
     if report.skipped and isinstance(report.longrepr, tuple):
         return str(report.longrepr[2]).removeprefix("Skipped: ")[:_SAID_LENGTH]
     lines = [line for line in report.longreprtext.splitlines() if not line.startswith("[gw")]  # whose test it was

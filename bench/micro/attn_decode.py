@@ -180,7 +180,7 @@ def _measure(report: Report, backend: Backend, case: Case) -> None:
 
 
 def by_flashinfer(backend: Backend, case: Case, paged: Paged) -> Callable[[int], Tensor] | str:
-    """Its decode of a layer, planned as before a replay; or why there is none."""
+    """FlashInfer's decode of one layer, with a plan as before a replay; or the reason why it cannot run here."""
     # Needs Triton.
     timing: Any = importlib.import_module("hydra_engine.backend.cuda.attention_timing")
     heads, kv_heads, dim = case.heads

@@ -111,7 +111,7 @@ class Machine:
 
     @property
     def no_ring(self) -> str:
-        """Why some of them are not there, a sentence."""
+        """The reason why some ceilings are missing, a sentence."""
         return self._usable[1]
 
     def sustained_flops(self) -> float:

@@ -136,7 +136,7 @@ def _measure(report: Report, subject: Subject, case: Case, peer: HfPeer | None, 
 def _timed(
     report: Report, subject: Subject, case: Case, peer: HfPeer | None, wanted: Wanted
 ) -> tuple[dict[str, Seconds], dict[str, Seconds]]:
-    """Ours by how they ran, and the peers'."""
+    """Seconds of this engine by how the step ran (graph, eager), and seconds of the peers by name."""
     rows = case.requests(subject)
     step = subject.language(rows, subject.kv_cache_of(rows))
     expected = step()
@@ -158,7 +158,8 @@ def _timed(
 
 
 def _graph(subject: Subject, case: Case, step: Step, expected: Tensor, table_tokens: int) -> Run:
-    """Its sums have the order of other splits where tables are wider."""
+    """Captures the step and checks its logits against `expected`; wider tables split sums in another way, so more may
+    differ."""
     graph = step.graph(table_tokens)
     graph.replay()
     what = case.what(subject, f"graph, tables of {table_tokens}" if table_tokens else "graph")

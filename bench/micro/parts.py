@@ -113,7 +113,7 @@ class Runner:
         return f"[{self.elapsed_s:5.0f} s]"
 
     def _refused(self, part: Part) -> Outcome | None:
-        """Why it is not even begun."""
+        """The outcome of a part that cannot begin, with the reason; None if it may."""
         before = self.outcomes.get(part.after) if part.after is not None else None
         absent = missing(part.packages)
         left_s = self._deadline_s - self._clock()

@@ -44,7 +44,7 @@ _MODULUS = 1 << 32  # of sums of 32-bit words
 
 
 class NoReader(Exception):
-    """Why this machine cannot read so, a sentence."""
+    """Raised where this machine cannot read memory in a ring; says why in a sentence."""
 
 
 def compile_for(arch: str, nvcc: str, folder: Path) -> tuple[Path, str]:

@@ -38,8 +38,8 @@ class Together(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """Both without end. `steps`: of the second work, those that lie within the time of the first. `whole_s` is that
-    time."""
+    """Measurements of two works that ran without end at once. `whole_s`: the time of all runs of the first; `steps`:
+    runs of the second that lie in it."""
 
     steps: Seconds
     num_steps: float  # in that time, the one cut by its end counted in part
@@ -66,7 +66,7 @@ class Duo:
         self._first, self._second, self._partition = first, second, partition
 
     def in_turn(self, effort: Effort) -> Together:
-        """Both on the language lane."""
+        """Runs both works one after the other on the language lane."""
         spans = [
             in_lane(self._language, lambda: (self._timed(self._first), self._timed(self._second))).result()
             for _ in range(effort.turns + 1)
@@ -85,7 +85,7 @@ class Duo:
         return _of_spans(spans[1:])
 
     def beside(self, seconds: float) -> Beside:
-        """Both over and over for so long, and until the first work has been done `MIN_FIRSTS` times."""
+        """Runs both works over and over for `seconds`, and until the first has been done `MIN_FIRSTS` times."""
         barrier, over = threading.Barrier(2), threading.Event()
 
         def firsts() -> list[Span]:

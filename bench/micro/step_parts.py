@@ -96,7 +96,7 @@ class NativeOps:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Around the only recording that there is: the order of its calls."""
+        """Times the block and stores the order of the calls of the one recording that it makes."""
         begin = _C.Recording.begin
         _C.Recording.begin = lambda recording: (self._order.clear(), begin(recording))
         try:
@@ -129,7 +129,7 @@ class NativeOps:
 
 
 class Frontend:
-    """Both ends of an instance's channel."""
+    """Stands for the channel between an instance and its frontend, and for the frontend."""
 
     def __init__(self) -> None:
         self.incoming: list[ToInstance] = []

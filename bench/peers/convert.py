@@ -58,7 +58,8 @@ def completed(source: Path, target: Path, missing: dict[str, tuple[GGUFValueType
 
 
 def vllm(model: Path, out: Path, _peers: Path) -> None:
-    """Its CPU build multiplies no 8-bit weights beside 16-bit activations, so the head stays as it is."""
+    """Writes the checkpoints for vLLM. Its CPU build has no products of 8-bit weights with 16-bit activations, so the
+    head is not quantised."""
     renamed(model, out / "auto")
     words = ("quantize", str(model), str(out / "ours"), "--quantization", "int4", "--ignore", "re:.*lm_head")
     _run(sys.executable, "-m", "hydra_engine", *words)

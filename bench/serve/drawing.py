@@ -69,7 +69,7 @@ def _figure(columns: int = 1, width: float = 7.6, height: float = 4.6) -> tuple[
 
 
 def _caption(figure: Figure, document: dict[str, Any], *lines: str) -> None:
-    """Below the axes: the model, what was asked of it, and the machine."""
+    """Writes below the axes: the model, the `lines`, and the machine with its versions."""
     card = document["card"]
     text = [
         f"{document['model']} · {lines[0]}",

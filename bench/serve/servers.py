@@ -41,7 +41,8 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Either `command`, to be started, or `base_url`. `takes_limits`: it is ours and gets --tpot-slo and --ttft-slo."""
+    """A server to measure: `command` starts it, or it runs already at `base_url`. `takes_limits`: it is this engine and
+    gets --tpot-slo and --ttft-slo."""
 
     name: str
     command: tuple[str, ...] = ()

@@ -40,7 +40,8 @@ _REPORT_S = 0.6  # until every instance has reported its counters again
 
 
 def pin(cores: str) -> list[int]:
-    """This process and all that it starts run on these cores from here on, for example "0,1"; empty: as before."""
+    """Pins this process, and all that it starts from here on, to `cores`, for example "0,1"; "" changes nothing.
+    Returns the cores that it may use."""
     if cores:
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     return sorted(os.sched_getaffinity(0))

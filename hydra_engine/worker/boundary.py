@@ -46,9 +46,9 @@ def run_guarded(what: str, run: Callable[[], T]) -> T | ErrorInfo:
 
 
 def run_guarded_step(device: Device, what: str, run: Callable[[], T]) -> T | ErrorInfo:
-    """Like `run_guarded`, for work that the calling lane launches on a device; returns cached memory to the device
-    after OUT_OF_MEMORY. Waits for the device if `run` raised, and raises BackendError if the device failed: all later
-    launches fail too, and would otherwise be blamed on one request after another."""
+    """Calls `run_guarded` for work that the calling lane launches on a device. If `run` raised, waits for the device,
+    and raises BackendError if the device failed: all later launches fail too, and would otherwise be blamed on one
+    request after another. After OUT_OF_MEMORY returns cached memory to the device."""
     outcome = run_guarded(what, run)
     if isinstance(outcome, ErrorInfo):
         device.finish()

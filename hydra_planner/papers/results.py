@@ -97,7 +97,7 @@ def rounded(cell: Cell) -> Cell:
 
 
 def shares_rows(ours: Table, theirs: Table) -> bool:
-    """Some rows have the same name, so that they can stand beside each other."""
+    """True if the tables have the same keys and a row in common, so that they can be shown side by side."""
     return ours.keys == theirs.keys and bool(
         {_key(ours, row) for row in ours.rows} & {_key(theirs, r) for r in theirs.rows}
     )

@@ -191,7 +191,7 @@ class _Bracket:
 
     @property
     def closed(self) -> bool:
-        """Both are found, or nothing more is to be tried."""
+        """True if both bounds are found, or the missing one lies outside of the rates that may be tried."""
         low, high = self.low, self.high
         if low is None and high is None:
             return False

@@ -236,7 +236,7 @@ def _cheapest(search: Search, rate: float, chosen: Sequence[Candidate]) -> Plan:
 
 
 def _subsets(question: Question) -> Iterator[list[str]]:
-    """Some of the devices of each kind, one at least in all."""
+    """Yields sets of devices to use: of each kind the first 0, 1, .. all; at least one device in all."""
     by_kind: dict[str, list[str]] = {}
     for name, kind in question.kinds.items():
         by_kind.setdefault(kind.name, []).append(name)

@@ -61,7 +61,7 @@ def shown_point(entry: Entry) -> Point | None:
 
 
 def reason(entry: Entry, best: Entry) -> str:
-    """Why it was not chosen."""
+    """The reason why `entry` was not chosen, as a sentence without a capital."""
     bound = entry.bound
     if not entry.points:
         return f"not simulated: its estimate is {bound.rate:.3g} requests/s, where {bound.stage} has no time left"

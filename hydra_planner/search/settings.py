@@ -46,8 +46,9 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 def settings_to_try(config: EngineConfig, limits: Sequence[InstanceLimits], *, repeats: bool = True) -> list[Setting]:
-    """Around the `limits` that instances have without them, role by role; order, stealing and, where the load `repeats`
-    what a cache may have, routing. What the user has given stays."""
+    """Settings to try one at a time: limits around `limits`, which instances have by default, role by role; the order
+    of requests; decode stealing; and the router if the load `repeats` prompts or pictures that caches may hold.
+    Settings that the user gave are not varied."""
     found = [*_limits(config, limits)] if not config.instance_limits else []
     roles = [one.role for one in limits]
     if config.scheduler.scheduling_policy == "priority":

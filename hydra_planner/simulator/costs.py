@@ -62,7 +62,7 @@ class DeviceKind:
 
     @property
     def on_processor(self) -> bool:
-        """Its cores are those of the host, and its memory is shared with everything there."""
+        """True if the device is the host's processor, whose cores and memory everything on the host shares."""
         return self.costs.threads > 0
 
 

@@ -160,7 +160,7 @@ class Node:
         return self.worker.device
 
     def connect(self, other: Node) -> None:
-        """Both know each other from here on."""
+        """Makes this node and `other` peers of each other."""
         for one, two in ((self, other), (other, self)):
             one.worker.peers[two.name] = two.worker
             one.peers.meet(two)

@@ -35,7 +35,7 @@ def scripts(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, ast.Module]]:
 
 
 def imported(script: ast.Module) -> set[tuple[str, str]]:
-    """Our modules, each with a name that is taken from it or none."""
+    """Modules of this repository that the script imports, each with an imported name, or "" for the module itself."""
     found: set[tuple[str, str]] = set()
     for node in ast.walk(script):
         if isinstance(node, ast.Import):

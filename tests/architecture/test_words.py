@@ -37,7 +37,10 @@ NO_FIRST_WORDS = {
     *("Those", "Others", "Where", "What", "Whose", "Whether", "Which", "How", "When", "Once", "It", "That"),
     *("One", "Each", "Every", "All", "Nothing"),
     *("And", "But", "So", "Not", "If", "Unless", "Else", "Until", "Since"),
-    *("Whatever", "Wherever", "Who", "Within", "Over"),
+    *("Whatever", "Wherever", "Who", "Whoever", "Whichever", "Whenever", "However", "Why", "While", "Within", "Over"),
+    *("Its", "Their", "Our", "Ours", "This", "These", "Here", "There", "Elsewhere", "Both", "Either", "Neither", "Nor"),
+    *("Or", "Otherwise", "Any", "Some", "Somebody", "Nobody", "No", "More", "Most", "Mostly", "Less", "Such", "Like"),
+    *("Up", "Between", "Around", "Below", "Inside", "Also", "Alone", "Just", "Too", "Twice", "Per", "Further"),
 }
 _MAY_BEGIN_SO = re.compile(rf"[\"'][\W_]*({'|'.join(sorted(NO_FIRST_WORDS))})\b")  # parsing all tests takes seconds
 # In prose, code and comments.

@@ -256,7 +256,7 @@ def test_contexts_that_differ_have_blocks_of_their_own(form: str, contexts: list
 
 
 def test_two_lanes_run_at_once() -> None:
-    """Both works wait for each other inside, so they come to an end only if they run together."""
+    """The two works wait for each other inside, so they come to an end only if they run together."""
     device = CpuDevice(1)
     vision, language, met = device.lane("vision"), device.lane("language"), threading.Barrier(2)
     try:

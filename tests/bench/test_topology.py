@@ -90,7 +90,7 @@ def test_the_engine_runs_in_the_dtype_that_was_profiled(profile: Path) -> None:
 
 
 def command(mode: str, tmp_path: Path, *flags: str) -> dict[str, Any]:
-    """Its document, which is all of its standard output."""
+    """Runs bench.topology; returns the JSON document that is all of its standard output."""
     words = [sys.executable, "-m", "bench.topology", mode, "--quick", "--pictures", str(tmp_path), *flags]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr

@@ -22,7 +22,7 @@ _CODES = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|[=>])")
 
 
 class Terminal:
-    """Its pty is the controlling terminal, so that Ctrl-C is a signal and not a character."""
+    """A command whose controlling terminal is a new pty, so that Ctrl-C is a signal and not a character."""
 
     def __init__(self, command: Sequence[str], *, cwd: str, environment: dict[str, str], columns: int = 90) -> None:
         self._master, slave = pty.openpty()

@@ -29,7 +29,7 @@ def profile() -> Profile:
 
 @pytest.fixture(scope="module")
 def bare(profile: Profile) -> Profile:
-    """No tower."""
+    """The profile without its vision samples, as of a model without a tower."""
     samples = Samples(language=profile.samples.language)
     return msgspec.structs.replace(profile, samples=samples, surface=fit(samples))
 

@@ -360,7 +360,7 @@ def test_closing_closes_what_nobody_has_taken(nodes: list[Node]) -> None:
 
 
 async def test_a_peer_in_another_process_that_is_killed(nodes: list[Node]) -> None:
-    """Its memory can still be read, and its end is noticed."""
+    """The killed peer's memory can still be read, and its end is noticed."""
     node = Node("e0", 11)
     nodes.append(node)
     node.start()

@@ -35,7 +35,7 @@ HYBRID_SIZES = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
-    """Inside of a test `device="cuda"` is an emulated one."""
+    """Makes `device="cuda"` an emulated device during a test."""
     from tests.emulated.cuda import emulated_cuda  # torch learns of the device
 
     with emulated_cuda() as streams:

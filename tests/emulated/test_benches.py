@@ -345,7 +345,7 @@ def test_streams_of_both_priorities_beside_each_other(run: Run, monkeypatch: pyt
 def test_decodes_whose_sums_have_another_order_on_a_part_of_the_device_are_right(
     run: Run, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
-    """There are fewer splits on fewer multiprocessors, and random layers make what this changes larger."""
+    """Fewer multiprocessors mean fewer splits, and random layers enlarge the difference that this makes."""
     # Not the function that keeps what it has said, here or with other numbers.
     monkeypatch.setattr(attention, "choose_num_splits", decode_attention.choose_num_splits.__wrapped__)
     monkeypatch.setattr(decode_attention, "_MIN_KEYS", 1)

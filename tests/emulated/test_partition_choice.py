@@ -247,7 +247,8 @@ def test_steps_choose_the_share_that_is_best_for_them(surface: CostSurface, phas
 
 @pytest.mark.slow
 def test_decodes_that_come_and_go_leave_more_to_pictures_than_any_share_that_is_kept(surface: CostSurface) -> None:
-    """No step is late, where the share that is best for few decodes makes every step of many decodes late."""
+    """Chosen shares make no step late; the fixed share that is best for few decodes makes steps of many decodes
+    late."""
     phases = FEW, MANY, FEW, MANY
     served, kept = serve(surface, None, *phases), best_kept(surface, *phases)
     assert not served.late and served.longest_s <= LIMIT_S

@@ -219,7 +219,7 @@ def test_a_small_device_has_fewer_graphs(models: Models, steps: Steps, mib: int,
 def test_graphs_that_find_no_memory_are_left_out(
     models: Models, monkeypatch: pytest.MonkeyPatch, kib: int, tokens: range
 ) -> None:
-    """Somebody else has taken it since caches were sized. What the largest steps take op by op is left to them."""
+    """Another process has taken the memory since caches were sized; what the largest steps need op by op stays free."""
     capture = Worker.capture_graphs
 
     def without_memory(worker: Worker, progress: Any) -> None:

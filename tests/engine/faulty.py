@@ -107,7 +107,7 @@ class Rig:
 
     @staticmethod
     def running(handles: Sequence[tuple[int, Handle]]) -> bool:
-        """Somebody has had a token, and somebody waits for one."""
+        """True if a request has had tokens and one has not ended."""
         return any(handle._pieces for _, handle in handles) and not all(handle.done for _, handle in handles)
 
     def submit(self, indices: Sequence[int] | None = None, *, salt: str | None = None) -> list[tuple[int, Handle]]:

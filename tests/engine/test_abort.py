@@ -51,7 +51,7 @@ def test_cancel_frees_everything(make_engine: EngineFactory, point: str | None, 
 
 
 def test_a_cancel_that_overtakes_its_request_is_not_lost(make_engine: EngineFactory) -> None:
-    """Both reach the engine's loop while it is busy with something else."""
+    """Request and cancel reach the engine's loop while it is busy with something else."""
     engine = make_engine()
     assert engine._loop is not None
     engine._loop.call_soon_threadsafe(time.sleep, 0.2)

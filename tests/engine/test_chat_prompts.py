@@ -101,7 +101,8 @@ def test_what_is_no_prompt_is_refused_with_a_sentence(make_engine: Callable[...,
 def test_a_token_without_an_embedding_is_refused_and_others_go_on(
     impl: str, tmp_path: Path, make_engine: Callable[..., Engine]
 ) -> None:
-    """Such a token once failed the step of a text, and took the last row's embedding beside a picture."""
+    """A token without an embedding once failed the step of a text, and took the last row's embedding beside a
+    picture."""
     make_tiny("llava", tmp_path / "m", seed=3)
     file, config = tmp_path / "m" / "tokenizer.json", json.loads((tmp_path / "m" / "config.json").read_text())
     values, rows = json.loads(file.read_text()), config["text_config"]["vocab_size"]

@@ -13,7 +13,7 @@ from tests.engine.test_topologies import differences
 
 
 def long_answers() -> list[Mixed]:
-    """More than an instance has slots for, and long enough that lending is worth it."""
+    """Requests, more than an instance has slots for, with answers long enough that lending is worth it."""
     some = mixture(140, tokens=250)
     return [r for r in some if not r.pictures and not r.gives_up and len(r.prompt) < 120 and r.sampling.max_tokens > 1]
 

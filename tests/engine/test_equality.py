@@ -127,7 +127,7 @@ PENALISED: dict[str, Any] = {
 
 @pytest.mark.parametrize("token_budget", range(5, 10))
 def test_penalties_count_what_was_generated_before_a_preemption(make_engine: EngineFactory, token_budget: int) -> None:
-    """Also where the latest token is planned as a decode, since the budget ended the chunk one token before."""
+    """Penalties hold also where the latest token is planned as a decode, since the budget ended the chunk before it."""
     prompts = [[40 + i, 41, 42] * 4 for i in range(4)]  # ids reach the instance together
     alone = make_engine(num_kv_blocks=512)
     golden = [alone.generate(prompt, **PENALISED).token_ids for prompt in prompts]
@@ -140,7 +140,7 @@ def test_penalties_count_what_was_generated_before_a_preemption(make_engine: Eng
 def test_a_row_that_runs_out_of_memory_counts_its_token_once(
     make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its step is run again, with the penalties of the first time."""
+    """The step is run again, with the penalties of the first time."""
     engine = make_engine()
     prompt = [40, 41, 42] * 4
     golden = engine.generate(prompt, **PENALISED).token_ids

@@ -47,7 +47,7 @@ def ep_d(tiny_model: Path, golden: list[Outcome]) -> Iterator[Rig]:
 
 @pytest.fixture(scope="module")
 def e_p_d(tiny_model: Path, golden: list[Outcome]) -> Iterator[Rig]:
-    """Here what moves is compared with what was offered."""
+    """A rig of three instances that compares what a transfer brings with what was offered."""
     yield from make_rig(tiny_model, "E+P+D", golden, check_transfers=True)
 
 

@@ -78,7 +78,7 @@ def asked(engine: Engine, prompt: str, sizes: list[tuple[int, int]]) -> Any:
 
 @pytest.fixture(scope="module")
 def transformers_says(models: Mapping[str, Path]) -> Mapping[str, list[tuple[int, list[int]]]]:
-    """Per family and case: the length of the prompt and the greedy tokens."""
+    """The length of the prompt and the greedy tokens of every case of a family, computed when first asked for."""
     return WhenAsked(lambda family: reference(models[family]))
 
 

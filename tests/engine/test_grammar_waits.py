@@ -1,4 +1,4 @@
-"""While a grammar is compiled, only requests that need it wait, and they hold nothing that others could use."""
+"""Requests that need a grammar wait while it is compiled; others go on, and those that wait hold nothing of theirs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 def test_streams_and_pictures_go_on_while_a_compiler_is_busy(make_engine: EngineFactory, gate: Gate) -> None:
-    """More requests with pictures than may run at once wait for their grammars."""
+    """Streams go on although more requests with pictures than may run at once wait for their grammars."""
     engine = make_engine(max_num_seqs=2, look_ahead=True)
     stream = iter(engine.submit("a story", **PLAIN))
     first = next(stream)

@@ -22,8 +22,8 @@ def results() -> list[Result]:
 
 
 def test_phases_explain_the_latency(results: list[Result]) -> None:
-    """Less than one percent is unexplained on an idle machine; more where processes wait for a turn between two
-    phases."""
+    """Phases leave less than one percent unexplained on an idle machine, and more where processes wait for a turn
+    between two phases."""
     long = [result for result in results if result.metrics.e2e_s >= 0.05]
     assert len(long) >= 12
     found = [phases(result.timeline, result.metrics.e2e_s, ttft_s=result.metrics.ttft_s) for result in long]

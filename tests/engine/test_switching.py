@@ -65,7 +65,7 @@ def test_roles_change_under_load_and_back(tiny_model: Path, golden: list[Outcome
 @pytest.mark.quick("1")
 @pytest.mark.parametrize("lost", [1, 0])
 def test_a_survivor_with_the_weights_stands_in(tiny_model: Path, golden: list[Outcome], lost: int) -> None:
-    """No client sees that the instance is lost, and the roles are the old ones afterwards."""
+    """Clients do not see that the instance is lost, and the roles are the old ones afterwards."""
     with RestlessEngine(tiny_model, topology="2EPD", **{**OPTIONS, "recovery_s": 0.2}) as engine:
         engine.set_topology("EP+D")
         rig = Rig(engine, REQUESTS, golden)

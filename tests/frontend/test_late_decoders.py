@@ -84,7 +84,7 @@ def test_a_decoder_that_dies_before_it_is_chosen_costs_nothing() -> None:
 
 
 def chosen_again() -> tuple[Rig, Request]:
-    """Its KV has waited for room at d0, and is to go to the idle d1."""
+    """A rig, and a request whose KV has waited for room at d0 and is to go to the idle d1."""
     rig, request = waiting()
     other = rig.submit(2)
     assert other is not None and rig.submitted("p0").request.id == 2

@@ -1,5 +1,5 @@
-"""Any order of messages, deaths, silences and cancels: each request ends exactly once, with the tokens that the model
-says, each of them once; and when all have ended nobody holds anything."""
+"""Requests end exactly once in any order of messages, deaths, silences and cancels, with the model's tokens, each of
+them once; and when all have ended nobody holds anything."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_what_is_sent_arrives_with_its_shape_and_type(device: CudaDevice, cuda: 
 
 
 def test_what_is_sent_behind_long_work_is_not_overtaken(device: CudaDevice, cuda: torch.device) -> None:
-    """More sends than buffers, while nothing has been copied yet."""
+    """Sends go on in order when there are more of them than buffers, while nothing has been copied yet."""
     busy(cuda, 50)
     sent = [device.send([np.full(1000 + i, i)])[0] for i in range(NUM_BUFFERS - 1)]
     sent += [device.send([np.full(1000 + i, i)])[0] for i in range(NUM_BUFFERS - 1, 3 * NUM_BUFFERS)]

@@ -77,7 +77,7 @@ def test_paged_attention_over_a_layer_of_a_block_major_cache(
 def test_steps_that_were_planned_ahead_do_not_disturb_each_other(
     attention: FlashInferAttention, cuda: torch.device
 ) -> None:
-    """More plans than a lane holds, made while the device has computed none of them."""
+    """Plans stay valid when more are made than a lane holds, while the device has computed none of them."""
     needs((8, 8, 128), "decode", prompts_of(attention))
     steps = [make_step([(1, 30 + 90 * i), (9, 40 + i)], (8, 8, 128), 16, torch.bfloat16, seed=i) for i in range(6)]
     inputs = [(step.q.to(cuda), PagedCache(step.cache.data.to(cuda))) for step in steps]

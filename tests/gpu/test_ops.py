@@ -47,7 +47,7 @@ def side(cuda: torch.device, device: CudaDevice) -> Side:
 
 @pytest.fixture(autouse=True)
 def faultless(cuda: torch.device) -> Iterator[None]:
-    """No kernel of a case met a slot that is out of range."""
+    """Fails a test whose kernels met a slot that is out of range."""
     yield
     torch.cuda.synchronize(cuda)
     _C.cuda_check_faults(0)
@@ -147,7 +147,7 @@ class OneLayer:
 def test_a_captured_step_repeats_with_other_contents(
     side: Side, cuda: torch.device, device: CudaDevice, batch: int
 ) -> None:
-    """Both small kernels and cuBLAS, whose workspace is the stream's."""
+    """Replays compute new contents with small kernels and with cuBLAS, whose workspace is the stream's."""
     caches = [PagedCache(random(2 * batch, 1, 2, 16, 2, 64, dtype=torch.bfloat16).to(cuda)) for _ in range(2)]
     layer, x = OneLayer(side, batch), random(batch, 128, dtype=torch.bfloat16, seed=5).to(cuda)
     context = torch.ones(batch, dtype=torch.int32, device=cuda)
@@ -207,7 +207,7 @@ def test_kernels_that_begin_early_give_the_bits_of_those_that_wait(
 
 
 def test_large_batches_of_every_kind(side: Side) -> None:
-    """More rows, heads and keys than one program has."""
+    """Batches may have more rows, heads and keys than one program of a kernel covers."""
     rows = [(1, n) for n in (1, 17, 999, 2100)] + [(300, 700), (129, 129)]
     step = make_step(rows, (28, 4, 128), 16, torch.bfloat16)
     for exact in (False, True):

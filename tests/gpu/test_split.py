@@ -352,7 +352,8 @@ def test_a_partition_that_is_not_there_is_refused(device: CudaDevice) -> None:
 
 
 def test_what_leaves_less_than_a_part_is_refused_by_its_name(cuda: torch.device, split: SplitDevice) -> None:
-    """Or taken, where the device makes parts as small."""
+    """A share that leaves less than a part is refused with the setting's name, unless the device makes parts so
+    small."""
     num_sms = torch.cuda.get_device_properties(cuda).multi_processor_count
     try:
         made = divided(cuda, num_sms - 4)

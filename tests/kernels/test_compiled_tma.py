@@ -22,7 +22,7 @@ REGISTERS = 65536  # of a multiprocessor
 
 
 def packed(dim: int, *, segments: int = 4) -> object:
-    """More than four segments: programs go through them."""
+    """Compiles packed attention with TMA; programs search for their segment if there are more than four."""
     q, k, v = torch.zeros(600, 3, 16, dim, dtype=BF16).unbind(1)
     cu_seqlens = torch.zeros(segments + 1, dtype=torch.int32)
     return packed_attention(q, k, v, cu_seqlens, 0.1, max_length=577, search=segments > 4, tma=True)

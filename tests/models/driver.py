@@ -105,7 +105,8 @@ class Driver:
             return decoder._embed_rows(batch, self.image_cache)
 
     def encode(self, spans: Sequence[Span], **slicing: Any) -> list[list[int]]:
-        """Per span the slots of its features. `slicing`: checkpoint and piece_rows of the input."""
+        """Encodes `spans`; returns the slots of the features of each. `slicing`: checkpoint and piece_rows of the
+        input."""
         size = self.image_cache.block_size
         found = []
         for span in spans:

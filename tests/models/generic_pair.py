@@ -1,5 +1,5 @@
-"""Both sides of the generic adapter's tests: prompts made by our code over the model's processor, computed in our
-stages by the driver, and the same text and pictures given to transformers' processor and model as a whole.
+"""Two sides of the generic adapter's tests: prompts made by this engine over the model's processor, computed stage by
+stage by the driver, and the same text and pictures given to transformers' processor and model as a whole.
 """
 
 from __future__ import annotations

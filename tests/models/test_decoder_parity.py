@@ -85,7 +85,7 @@ def test_transformers_generates_the_same(checkpoint: CheckpointFactory, variant:
 
 
 def test_a_sliding_window_bounds_the_context(checkpoint: CheckpointFactory, backend: Backend) -> None:
-    """Up to the window's length the model attends to everything, so that is how long a context may be."""
+    """The model attends to everything up to the window's length, so a context may be as long as the window."""
     family, overrides = VARIANTS["mistral-window"]
     driver = Driver(checkpoint("mistral-window", family, **overrides), backend)
     assert driver.spec.max_model_len == 96

@@ -130,8 +130,8 @@ def test_logits_and_greedy_tokens_match(
 
 @pytest.mark.parametrize(("case", "variant"), PLAIN)
 def test_transformers_generates_the_same(case: FamilyCase, variant: str, checkpoints: Checkpoints) -> None:
-    """Its own generation, step by step over its own cache, passes the measure of the test above. Whoever else passes it
-    differs from that in ties alone."""
+    """Generation by transformers, step by step over its own cache, passes the measure of the test above. Another
+    implementation that passes it differs from transformers in ties alone."""
     backend = create_backend("cpu", torch.float32, backend=BACKENDS[-1], threads=1)
     pair = Pair(case, variant, checkpoints.of(case, variant), backend, **DRIVER)
     prompt = conversations(case, pair)["two turns"]

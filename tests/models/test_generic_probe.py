@@ -92,7 +92,8 @@ def test_a_context_ends_where_the_length_of_a_call_would_choose_other_factors(
 
 
 def test_a_long_request_beside_a_short_one_and_chunks_change_nothing(made: Make, native: Backend) -> None:
-    """Up to the last token of the context, where the miniature's factors for longer ones begin."""
+    """Chunks and short requests beside it change nothing for a request that is almost as long as the original context;
+    the miniature's factors for longer ones begin behind that."""
     pair = Pair(made("phi3", **longrope(ORIGINAL)), native)
     short, long = "<s>Hello there.", "<s>" + "Once upon a time, " * 21
     short, long = pair.prompt(short), pair.prompt(long)

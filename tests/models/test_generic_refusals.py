@@ -207,7 +207,7 @@ def test_errors_of_python_are_told_by_their_place() -> None:
 
 
 def test_a_model_that_computes_something_else_in_our_stages_is_refused(gemma3: Path, reference: Backend) -> None:
-    """Its pictures would be computed without bidirectional attention."""
+    """The loader refuses a spec with which pictures would be computed without bidirectional attention."""
     spec = spec_of(gemma3)
     assert spec.vision is not None and spec.processor is not None and spec.processor.bidirectional
     wrong = replace(spec, vision=replace(spec.vision, processor=replace(spec.processor, bidirectional=False)))

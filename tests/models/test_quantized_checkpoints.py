@@ -158,7 +158,7 @@ def test_embeddings_and_heads_may_be_quantised(
 def test_a_vision_language_checkpoint_with_its_text_part_quantised(
     checkpoint: CheckpointFactory, tmp_path: Path, name: str
 ) -> None:
-    """Its names are renamed, and its text_config has the quantisation."""
+    """The family renames tensors, and the quantisation is in text_config."""
     plain = checkpoint("plain-llava", "llava", text=SIZES)
     weights = write_checkpoint(plain, tmp_path / "quantized", METHODS[name], nested="text_config")
     write_dequantized(plain, tmp_path / "tensors", weights)

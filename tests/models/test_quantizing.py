@@ -44,7 +44,7 @@ def test_four_bits_have_less_error_than_steps_from_the_largest_number() -> None:
 @pytest.mark.parametrize("num_bits", [4, 8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_rows_do_not_depend_on_their_neighbours(num_bits: int, dtype: torch.dtype) -> None:
-    """However a matrix is cut; rows and groups of zeros are zeros."""
+    """A row gets the same numbers however the matrix is cut; rows and groups of zeros stay zeros."""
     weight = torch.randn(4099, 96, generator=torch.Generator().manual_seed(0)).to(dtype)
     weight[7] = 0
     weight[8, :32] = 0

@@ -334,7 +334,8 @@ def test_an_index_that_lies_is_refused(sharded_dir: Path, backend: Backend) -> N
 
 
 def test_what_is_needed_is_in_one_place(sharded_dir: Path, backend: Backend) -> None:
-    """Nobody knows which of several unlisted tensors counts; a listed one is wanted where the index says."""
+    """A needed tensor that the index does not list, or lists for a file that lacks it, is refused; one that the index
+    lists and the model does not need is refused too."""
     index = json.loads((sharded_dir / INDEX).read_text())
     held = index["weight_map"].pop(NORM)
     (sharded_dir / INDEX).write_text(json.dumps(index))

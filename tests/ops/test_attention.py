@@ -302,7 +302,7 @@ def test_many_uneven_windows(ops: Ops, threads: int) -> None:
 
 
 def test_planned_segments_are_read_at_each_use(ops: Ops) -> None:
-    """Or refused, where work is cut by them."""
+    """Ops read planned segments at each use; native ops, which divide their work by segments, refuse to plan them."""
     q, k, v = packed_rows([5, 20, 9], 2, 64, torch.float32)
     cu = torch.zeros(6, dtype=torch.int32)
     try:

@@ -130,7 +130,7 @@ def test_the_fastest_one_by_a_margin(times: tuple[float, ...], best: str, told: 
 
 @pytest.mark.parametrize("wrong", [OURS + 0.1, torch.cat([OURS[:-1], torch.tensor([float("nan")])]), OURS.flip(0)])
 def test_one_that_computes_something_else_is_never_taken(wrong: Tensor) -> None:
-    """However fast it is: it is not even timed."""
+    """A candidate with other results is not timed, so it is not taken however fast it is."""
     result = nothing()
     compare(DECODES, OURS.clone, iter([candidate("a", wrong.clone)]), timed(2.0), result)
     assert result.best(DECODES) == "triton" and result.describe(DECODES) == "decodes triton (a: other results)"

@@ -283,7 +283,7 @@ def test_another_launch_than_the_captured_one_is_refused_before_the_replay(
 
 
 def test_what_flashinfer_cannot_read_is_captured_with_our_kernels(attention: FlashInferAttention) -> None:
-    """Its plan is not refreshed: the rows stay on the device."""
+    """Triton's plan needs no refresh before a replay: it reads its rows on the device."""
     seen: list[Any] = []
     attention._by_triton = SimpleNamespace(  # type: ignore[assignment]
         plan_decode=attention._by_triton.plan_decode, paged=lambda q, cache, layer, plan, scale: seen.append(plan)

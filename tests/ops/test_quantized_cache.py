@@ -170,7 +170,7 @@ def test_attention_matches_float64_over_what_is_stored(
 def test_a_query_gets_the_same_bits_in_every_call(
     isa: str, dtype: torch.dtype, heads: tuple[int, int, int, int]
 ) -> None:
-    """Alone, in chunks, among others, and however many threads share a context of several spans."""
+    """A query gets the same bits alone, in chunks, among others, and however many threads share a context."""
     ops = NativeOps()
     contexts = [1100, 70]
     cache, tables, q, _, _ = requests(ops, contexts, heads, dtype)

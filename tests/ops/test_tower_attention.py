@@ -36,7 +36,7 @@ def rows(bounds: list[int], dim: int = 80) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Triton(CudaAttention):
-    """Ours, by the reference; notes what it was asked for."""
+    """The engine's Triton attention, computed by the reference ops; records the kernels that it was asked for."""
 
     def __init__(self) -> None:
         super().__init__(CPU, NUM_SMS, send, deterministic=False)
@@ -110,7 +110,7 @@ CHOSEN = ChosenAttention(
     ],
 )
 def test_each_use_goes_to_its_kernel(calls: list[str], bounds: list[int], captured: bool, asked: str) -> None:
-    """Or to Triton's where that cannot."""
+    """Segments go to the kernel chosen for their use, or to Triton's where that one cannot compute them."""
     by_triton = Triton()
     towers = TowerAttention(CHOSEN, by_triton, kernels(by_triton, None))
     q, k, v = rows(bounds)

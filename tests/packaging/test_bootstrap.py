@@ -23,7 +23,7 @@ def canonical(name: str) -> str:
 
 
 def closure(requirements: list[str]) -> set[str]:
-    """These distributions and what they need, as installed here."""
+    """Names of the distributions that `requirements` name, and of all that they need, as installed here."""
     found: set[tuple[str, str]] = set()
     left = [(Requirement(one), extra) for one in requirements for extra in ("", *Requirement(one).extras)]
     while left:

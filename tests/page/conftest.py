@@ -177,7 +177,7 @@ def shared_server() -> Iterator[Scripted]:
 
 @pytest.fixture
 def served(shared_server: Scripted) -> Scripted:
-    """Its engine as if it were new, and watched by the same metrics."""
+    """The shared server with a new stub engine that has the same observers."""
     engine = shared_server.engine
     observers = engine.observers
     engine.__dict__ |= StubEngine(observers=observers).__dict__

@@ -51,7 +51,7 @@ def site(num_devices: int = 6, **cache_sizes: int) -> Site:
 
 
 def row(at_s: float, words: int, tokens: int, sizes: Sequence[tuple[int, int]] = (), **rest: Any) -> WorkloadRequest:
-    """Its pictures are numbered from 0 on."""
+    """A request of a workload whose pictures are numbered from 0 on."""
     pictures = tuple(Picture(*size, number) for number, size in enumerate(sizes))
     return WorkloadRequest(at_s=at_s, prompt_tokens=words, output_tokens=tokens, pictures=pictures, **rest)
 

@@ -224,7 +224,7 @@ def is_alive(pid: int) -> bool:
 
 
 def test_a_child_whose_parent_died_before_it_could_tell_the_kernel_ends() -> None:
-    """Its parent is another process than the one that it was started for."""
+    """A child ends if its parent is another process than the one that it was started for."""
     environment = {**os.environ, PARENT: "1"}
     ours, theirs = socket.socketpair()
     module = "hydra_engine.preprocess.sandbox.image_child"

@@ -56,7 +56,7 @@ def expected(data: bytes, views: tuple[View, ...] = SQUARE, resample: str = "bic
 
 
 def is_running(pid: int) -> bool:
-    """Or has ended, and nobody has asked how."""
+    """True if the process runs, or has ended and was not waited for."""
     return os.path.exists(f"/proc/{pid}")
 
 

@@ -36,7 +36,7 @@ Answer = Callable[[Write], Awaitable[None]]
 
 @asynccontextmanager
 async def host(answer: Answer, tls: ssl.SSLContext | None = None) -> AsyncIterator[int]:
-    """Its port; every write is a segment."""
+    """Serves `answer` on a local port, which it yields; every write is a TCP segment."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async def write(data: bytes) -> None:

@@ -84,7 +84,8 @@ async def test_large_pictures_that_wait_hold_no_thread(
 async def test_a_large_picture_does_not_wait_behind_its_clients_small_ones(
     make_preprocessor: Make, encoded: Encode, monkeypatch: pytest.MonkeyPatch, large: None
 ) -> None:
-    """Or it would keep others' large ones waiting for as long."""
+    """A large picture does not wait for the same client's small ones, and so does not delay other clients' large
+    ones."""
     kitchen, gate = make_preprocessor(media={"decode_workers": 1}), Gate(monkeypatch, held=(33, 33))
     first = asyncio.create_task(kitchen.prepare("?", images=pictures(encoded, (33, 33), 1), client="carol"))
     await until(lambda: bool(gate.begun))

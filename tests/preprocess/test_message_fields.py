@@ -1,4 +1,5 @@
-"""Further fields of messages: those that a template mentions reach it, as in transformers; bounded, and counted."""
+"""Fields of messages beyond role and content: a template gets those that it mentions, as in transformers; they are
+bounded and counted."""
 
 from __future__ import annotations
 

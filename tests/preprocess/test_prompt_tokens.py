@@ -22,7 +22,7 @@ PAD = "[PAD]"
 
 @pytest.fixture
 def padded() -> Tokenizer:
-    """Its last three tokens have no rows: one that is special, one that is not, and the placeholder."""
+    """A tokenizer whose last three tokens have no rows: one that is special, one that is not, and the placeholder."""
     backend = build_byte_level()
     backend.add_tokens(["[NOTE]"])
     backend.add_special_tokens([PAD, "<late>"])

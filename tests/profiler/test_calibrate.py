@@ -90,7 +90,7 @@ def test_progress_rises_to_its_end() -> None:
 
 
 def test_points_take_turns() -> None:
-    """Between two visits to a point the others have theirs, so that one busy second does not spoil one point."""
+    """Points are measured in turn, each once before any again, so that a busy second does not spoil one of them."""
     lanes = FakeLanes()
     measured(lanes, vision=False)
     single = [i for i, plan in enumerate(lanes.language_plans) if plan.num_rows == 1 and not len(plan.decodes)]

@@ -199,7 +199,7 @@ def test_a_model_whose_pictures_cannot_be_made_up_has_estimated_vision(config: E
 
 
 def test_a_profile_of_transformers_modules_is_not_taken_for_native_ones(config: EngineConfig) -> None:
-    """Nor the other way round, with or without pictures."""
+    """Profiles of transformers modules and of native ones are not used for each other, with or without pictures."""
     native = ModelSpec("f", "F", LANGUAGE, None, 6, 1, 0, (2,), "bfloat16")
     first = found(config, subject(spec=native))
     other = found(config, subject(spec=replace(native, family="transformers")))

@@ -137,7 +137,8 @@ def rows_of(plan: LanguagePlan) -> list[Row]:
 
 
 def check_chunks(plan: LanguagePlan, requests: Mapping[int, Request], token_budget: int) -> None:
-    """No chunk begins or ends inside a whole image, and only such an image makes a step larger than its budget."""
+    """Requires that no chunk begins or ends in a bidirectional image, and that only such an image exceeds the
+    budget."""
     for row in plan.chunks:
         bounds = (row.start, row.start + len(row.token_ids))
         images = requests[row.request_id].images
@@ -183,7 +184,7 @@ def expected_tokens(request: Request) -> list[int]:
 
 
 class FakeLanes:
-    """Both caches as arrays of what each slot holds; -1 was never written."""
+    """Lanes that write KV and image caches as arrays of what each slot holds; -1 was never written."""
 
     def __init__(self, kv: CacheManager, images: CacheManager) -> None:
         self._kv_size, self._image_size = kv.block_size, images.block_size
@@ -452,7 +453,7 @@ class Simulator:
         return self.scheduler.status().num_preemptions
 
     def assert_all_right(self, numbers: Sequence[int] | None = None) -> None:
-        """These requests (default: all) ended with the tokens that the model without caches gives."""
+        """Requires that requests `numbers` (None: all) ended with the tokens that the model without caches gives."""
         for number in numbers if numbers is not None else list(self.requests):
             assert number in self.finished, f"request {number} did not end"
             assert self.finished[number].error is None

@@ -46,7 +46,7 @@ def test_an_empty_prompt_is_invalid() -> None:
 
 
 def test_each_part_of_a_request_needs_only_what_it_uses() -> None:
-    """Too long an answer for P, too large an image for D, no prompt for E."""
+    """P accepts an answer that is too long for it, D an image that is too large, and E a request without a prompt."""
     request = make_request(1, 8, Img(8), max_new=13)
     check_fits(request, LIMITS, Role.E | Role.P)
     with pytest.raises(RequestTooLarge, match="need 8 KV blocks"):

@@ -110,7 +110,7 @@ def test_the_spans_of_a_decode_hold_all_its_tokens_and_the_rows_beside_it() -> N
 @pytest.mark.quick("True")
 @pytest.mark.parametrize("look_ahead", [False, True])
 def test_contexts_of_many_blocks_keep_their_tables_whole(look_ahead: bool) -> None:
-    """More blocks than the table has columns at first; a short request sits beside the long one."""
+    """A context may have more blocks than the table has columns at first, beside a short one."""
     sim = Simulator(config(token_budget=64, look_ahead=look_ahead), kv_blocks=200)
     sim.submit(make_request(1, 250, max_new=280))
     sim.submit(make_request(2, 5, max_new=40), 0.05)
@@ -135,7 +135,8 @@ def test_a_plan_keeps_its_arrays_whatever_happens_behind_it() -> None:
 
 @pytest.mark.parametrize("leaver", [1, 2, 3])
 def test_a_plan_keeps_its_block_tables_when_others_come_and_go(leaver: int) -> None:
-    """Whoever leaves makes room for the last one and for whoever joins: not in what a plan in flight sees."""
+    """The last member moves to the row of one that leaves, and a new one joins; a plan in flight keeps its own
+    tables."""
     s = Stepper(look_ahead=True, token_budget=64)
     for number in (1, 2, 3):
         s.add(number, 4 + number, max_new=30)

@@ -133,7 +133,7 @@ PAIRS = [
 @pytest.mark.quick("large picture-long answer")
 @pytest.mark.parametrize(("many", "one"), PAIRS)
 def test_one_request_of_any_sort_ends_while_more_urgent_ones_of_any_sort_keep_coming(many: str, one: str) -> None:
-    """More come than can be served, both caches are small, and all of them have a higher priority."""
+    """A request ends although more with a higher priority come than can be served, and both caches are small."""
     sim = Simulator(
         config(max_bypass=3, max_queue=30, encode_patience_s=0.1, look_ahead=len(one) % 2 == 0),
         kv_blocks=24,

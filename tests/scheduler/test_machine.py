@@ -1,4 +1,4 @@
-"""Any interleaving of calls that the contract allows: plans stay in flight as long as they like, aborts hit anywhere.
+"""Random interleavings of all calls that the contract allows: plans stay in flight for any time, aborts hit anywhere.
 
 The books are checked after every call, tokens against the model without caches, what is reused against an oracle that
 knows no hash, and in the end everything must finish. Prompts come from few texts and few pictures, so that much of what

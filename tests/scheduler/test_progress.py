@@ -44,7 +44,7 @@ def workloads(draw, max_requests: int = 10):
 
 
 def minimum_pools(work) -> tuple[int, int]:
-    """Just enough for the largest request and for the largest image."""
+    """The smallest numbers of KV and image blocks with which each request and each image fits."""
     kv = max(blocks(r.num_prompt + r.max_new_tokens) for _, r in work)
     images = max((blocks(i.num_tokens) for _, r in work for i in r.images), default=0)
     return kv, images

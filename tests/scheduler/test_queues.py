@@ -57,7 +57,7 @@ def test_urgency_is_priority_then_due_time_then_arrival(calls, ranks) -> None:
 
 @given(st.lists(st.integers(0, 20), unique=True), st.randoms(use_true_random=False))
 def test_queues_may_change_while_they_are_walked_through(orders, rng) -> None:
-    """Whoever is there all the time is met once; whoever leaves before its turn is not."""
+    """A walk meets a request once if it stays all the time, and not if it leaves before its turn."""
     for walk in ("by_age", "by_urgency"):
         queue = UrgencyQueue()
         states = {order: ranked(order, rng.choice((0, 1)), None) for order in orders}

@@ -193,7 +193,8 @@ def test_eviction_shortens_what_is_found_from_its_end(taken: int) -> None:
 @pytest.mark.parametrize("tidied", range(8))
 @pytest.mark.parametrize("behind", [1, 2, 3])
 def test_of_two_requests_with_the_same_content_the_first_to_prove_a_block_lends_it(behind: int, tidied: int) -> None:
-    """Whenever lending is put off; which of two equal blocks is found is checked against the oracle."""
+    """The first request to compute a block publishes it, at whatever step; the oracle checks which of two equal ones is
+    found."""
     s = Stepper(token_budget=64, kv_blocks=40)
     first = s.add(1, 6, source=0, max_new=24)
     for _ in range(behind):

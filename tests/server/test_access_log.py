@@ -215,7 +215,7 @@ def test_every_line_of_a_server_is_json_where_that_is_asked_for() -> None:
 
 @pytest.mark.slow
 def test_a_standard_error_that_nobody_reads_stops_nothing() -> None:
-    """Neither requests nor the end by a signal, although start screen and lines fill the pipe."""
+    """Requests are answered and a signal ends the server although start screen and log lines fill the pipe."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -61,7 +61,7 @@ def has_ended(pid: int) -> bool:
 def test_a_server_that_is_ended_while_it_starts_leaves_nothing_behind(
     front: Front, sent: signal.Signals, code: int
 ) -> None:
-    """Its instances are bound to it before they read anything heavy, even those that are stopped."""
+    """Instances are bound to the server before they read anything large, so even stopped ones end with it."""
     wait_until(lambda: len(children_of(front.pid)) == 2)
     instances = children_of(front.pid)
     wait_until(lambda: all(fields_of(pid).get("NoNewPrivs") == "1" for pid in instances))
@@ -76,7 +76,7 @@ def test_a_server_that_is_ended_while_it_starts_leaves_nothing_behind(
 
 @pytest.mark.parametrize("keys", [{"HYDRA_API_KEY": "a-secret-of-the-front"}, {}], ids=["keys", "none"])
 def test_a_front_with_keys_lets_nobody_look_into_it(keys: dict[str, str]) -> None:
-    """Nobody of the same user, that is, without the powers that root has."""
+    """A process of the same user, without root's powers, cannot read a frontend's environment if that has keys."""
     command = [sys.executable, "-c", f"{POWERLESS}\nos.execv(sys.executable, [sys.executable, *sys.argv[1:]])"]
     arguments = ["-m", "hydra_engine", "serve", "demo", "--port", "0", "--topology", "EP+D"]
     with subprocess.Popen([*command, *arguments], stderr=subprocess.DEVNULL, env=os.environ | keys) as front:

@@ -82,7 +82,7 @@ def wait_for(condition: Any, what: str, within_s: float = 30.0) -> None:
 
 
 def children_of(pid: int) -> list[int]:
-    """Its instances that live, the one started first in front."""
+    """Process ids of the living instances of server `pid`, the one started first in front."""
     found = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:

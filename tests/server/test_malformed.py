@@ -1,4 +1,4 @@
-"""Some hundred malformed requests against the served demo model, as `python -m bench.fuzz` sends thousands of them."""
+"""A few hundred malformed requests against the served demo model, as `python -m bench.fuzz` sends thousands of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ EVERYTHING = frozenset({CLOSED, *range(600)})
 
 @pytest.mark.slow
 def test_malformed_requests_harm_nobody() -> None:
-    """No 500, no word from inside, nothing held or grown afterwards, and the tokens of four other streams unchanged."""
+    """Malformed requests get no 500 and no internals, leave nothing held or grown, and change no other stream's
+    tokens."""
     tally = fuzz.campaign(3 * NUM_CLASSES, seed=3, concurrency=4)
     assert len(tally.by_class) == NUM_CLASSES > 25
     assert tally.statuses["400"] > 40 and tally.statuses["415"] and tally.statuses["413"]

@@ -179,7 +179,7 @@ async def test_the_operator_says_which_parser(serve: Serve) -> None:
 
 
 async def test_models_that_do_not_think_are_as_ever(served: Served) -> None:
-    """Their marks stay in the text, but what stands between them calls nothing."""
+    """Thinking marks stay in the text of a model that does not think, but what stands between them calls no tool."""
     served.engine.pieces = cut(f"<think>maybe {CLOCK}, no</think>It is noon.")
     choice = (await ask(served, tools=TOOLS))["choices"][0]
     assert choice["message"] == {"content": "".join(served.engine.pieces), "role": "assistant", "refusal": None}

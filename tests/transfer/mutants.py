@@ -24,7 +24,7 @@ class WordStaysValid(Source):
 
 
 class SequenceUsedAgain(Source):
-    """No two live offers have the same number, but later ones do."""
+    """Gives an offer the smallest sequence number that no live offer has, so later offers repeat numbers."""
 
     def offer(self, *args, **more) -> Offer | None:
         self._next_sequence = next(n for n in range(1, 1000) if n not in self._live)

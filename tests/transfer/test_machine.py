@@ -1,4 +1,4 @@
-"""Any interleaving of the real source and target with a bad network, deaths, aborts and late copies.
+"""Random interleavings of the real source and target with a bad network, deaths, aborts and late copies.
 
 A property test looks for short counterexamples; walks with fixed dice go further and have to find every mutant.
 """

@@ -48,7 +48,7 @@ def offered(events: list) -> int:
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("other", ["valid", "torn", "peer lost", "refused"])
 def test_copies_of_two_pictures_of_one_request_do_not_know_of_each_other(target, first: int, other: str) -> None:
-    """Whichever ends first, and however the other one ends."""
+    """A copy ends as usual whichever of two ends first, and however the other one ends."""
     target.expect(9, None)
     handles = [offered(target.on_offer(f"e{i}", picture(1, index=i), 0.0)) for i in range(2)]
     for handle in handles:

@@ -184,7 +184,7 @@ class Walk:
         side.outgoing += side.pulls.begin(pull, 1, 2, 0.0)
 
     def end_offer(self) -> None:
-        """Its blocks hold something else from now on, and the pool's may."""
+        """Ends a random offer; its blocks hold something else from now on, and the pool's may."""
         if self.offers:
             sequence = self.dice.choice(list(self.offers))
             del self.offers[sequence]

@@ -372,7 +372,7 @@ class World:
         self.network.append(Packet(sender, receiver, message, life))
 
     def deliver(self, n: int) -> None:
-        """Mostly the oldest one."""
+        """Delivers a message of the network, mostly the oldest one."""
         if self.network:
             self._receive(self.network.pop(0 if n % 4 else n // 4 % len(self.network)))
 
@@ -477,7 +477,7 @@ class World:
             assert (rows[i] == expected).all(), f"TORN: {rows.tolist()} instead of {expected}"
 
     def settle(self) -> None:
-        """No more faults and no more requests: in a minute everything is at rest."""
+        """Runs at most a minute without faults and new requests; requires that everything is at rest then."""
         deadline = self.now + 60.0
         while self.now < deadline and not self._at_rest:
             self._work_off()

@@ -186,7 +186,7 @@ class FakeModel:
 
 
 def picture_features(pixels: Tensor) -> Tensor:
-    """[I, IMAGE_TOKENS]: what the fake tower makes of uint8 pictures."""
+    """Features [I, IMAGE_TOKENS] that the fake tower makes of uint8 pictures."""
     mean = pixels.to(torch.float32).mean(dim=(1, 2, 3))[:, None]
     features = 1000.0 + 8.0 * mean + torch.arange(IMAGE_TOKENS)
     features[pixels[:, 0, 0, 0] == NAN_PIXEL, -1] = float("nan")

@@ -173,7 +173,7 @@ def test_slots_are_handed_on_while_steps_of_others_are_in_flight(rig: Rig) -> No
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_a_request_that_moved_takes_its_history_along(rig: Rig, count: int) -> None:
-    """Its last token was never computed before it moved."""
+    """A moved request continues as if it had stayed, although its last token was not computed before."""
     request = make_request(3, [4, 4, 4], frequency_penalty=-2.0, presence_penalty=-2.0)
     (expected,) = expected_of([request])
     rig.add(request)
@@ -243,7 +243,7 @@ def test_rows_in_another_order_than_their_slots(rig: Rig) -> None:
 
 
 class Watching(FakeModel):
-    """Its tokens do not depend on positions, so it keeps them."""
+    """A model that records positions, on which its tokens do not depend."""
 
     def __init__(self) -> None:
         super().__init__()

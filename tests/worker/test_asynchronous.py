@@ -351,7 +351,7 @@ def test_the_gate_is_told_of_whole_steps_one_after_the_other(device: LateDevice)
 
 
 def test_beside_a_step_on_a_part_of_the_device_vision_runs_all_along() -> None:
-    """Its allowance is for the undivided device and does not count; the plan says which part."""
+    """Vision ignores the step's allowance, which is for the undivided device, and runs on the plan's part."""
     device, chosen = LateDevice(num_partitions=3), list[int]()
 
     def choose(partition: int) -> None:

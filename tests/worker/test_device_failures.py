@@ -70,7 +70,7 @@ def test_an_encode_that_broke_the_device_ends_the_worker() -> None:
 
 
 def test_a_bug_in_a_lane_ends_the_worker_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for a step that never comes back."""
+    """An exception in a lane raises from `poll`, so that no caller waits for a step that never comes back."""
 
     def begin_step(*_: Any) -> None:
         raise AssertionError("a slot that is somebody else's")

@@ -83,7 +83,7 @@ class Bench:
             return self.graphs.replay(batch, batch.slots.numpy(), self.num_patches(*pictures))
 
     def expected(self, *pictures: tuple[int, int], seed: int = 0) -> PagedCache:
-        """Both caches hold nothing else afterwards."""
+        """Encodes pictures into the plain cache, which it returns; both caches hold NaN besides."""
         for cache in (self.plain, self.replayed):
             cache.data.fill_(float("nan"))
         with torch.inference_mode():

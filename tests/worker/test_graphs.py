@@ -170,7 +170,7 @@ def test_biases_that_no_graph_has_room_for(rig: Rig, device: LateDevice, monkeyp
 def test_what_raises_behind_a_replay_fails_its_rows(
     rig: Rig, device: LateDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their last tokens have been written over, so the step is not run again."""
+    """A step that raises after a replay is not run again: the last tokens of its rows have been written over."""
     special, plain = make_request(20, [9, 8], logprobs=1), make_request(21, [7, 6])
     for request in (special, plain):
         rig.add(request)
@@ -327,7 +327,7 @@ def test_capturing_leaves_nothing_behind(model_dir: Path) -> None:
 
 @pytest.mark.quick("[llava")
 def test_a_step_that_no_graph_fits_is_launched_op_by_op(model_dir: Path) -> None:
-    """More rows than the largest graph has; and a context that ends where no graph looks any more."""
+    """Steps run op by op if they have more rows than the largest graph, or a context longer than graphs read."""
     device = LateDevice()
     rig = graph_rig(model_dir, device, cuda_graph_sizes=(2,))
     made = requests(rig, 20)

@@ -175,7 +175,7 @@ def test_a_row_that_is_not_finite_fails_alone(rig: Rig, device: LateDevice) -> N
 
 
 def test_sizes() -> None:
-    """Up to the tile of products that a budget ends in, with few rows, some and as many as may run."""
+    """Sizes go up to the tile of products that a budget ends in, with few rows, some, and as many as may run."""
     large = [(tokens, rows) for tokens in range(256, MAX_TOKENS + 1, 128) for rows in (8, 32, 256)]
     small = [(16, 8), (16, 16), (32, 8), (32, 32), (64, 8), (64, 32), (64, 64), (128, 8), (128, 32), (128, 128)]
     assert mixed_sizes(4096, 256) == mixed_sizes(2048, 256) == (*small, *large)

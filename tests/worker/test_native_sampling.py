@@ -42,7 +42,7 @@ def recorded() -> np.ndarray:
 
 
 def random_parameters(rng: np.random.Generator, vocabulary: int) -> dict[str, Any]:
-    """Any value of any parameter, not only those that float32 holds as they are."""
+    """Random values of all parameters, also values that float32 cannot hold exactly."""
     ids = rng.integers(0, vocabulary + 2, 12).tolist()
     choices: dict[str, Any] = {
         "temperature": rng.choice([0.0, 0.1, 0.7, 1.0, round(2 * rng.random(), 3)]),

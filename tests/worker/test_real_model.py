@@ -220,7 +220,7 @@ def test_warm_up_leaves_nothing_behind(rig: Rig) -> None:
 def test_warm_up_of_a_processor_runs_one_layer_of_the_tower(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool, num_layers: int
 ) -> None:
-    """Elsewhere all that its feature layer needs."""
+    """Warm-up runs one layer of the tower on a processor, and elsewhere all that the features need."""
     rig = make_rig(model_dir, "reference", 4, asynchronous=asynchronous)
     made: list[int] = []
     run = VisionLayer.__call__

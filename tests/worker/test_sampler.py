@@ -272,7 +272,7 @@ def test_min_tokens_masks_every_token_that_would_end_the_request(temperature: fl
 
 
 def test_the_models_rules_of_tokens() -> None:
-    """Some never come, some not first, and one comes last; a request that says which tokens may come is asked alone."""
+    """The model's rules bar tokens always, or at first, and force one at the end; `allowed_token_ids` replaces them."""
     logits = np.float32([0.0, 1.0, 2.0, 9.0, 8.0])
     rules = TokenRules(never=(3, 4000), not_first=(4,), last=(1,))
     counts = range(16)  # as many tokens as the request may have

@@ -28,7 +28,7 @@ NUM_LAYERS = 4
 
 @dataclass
 class LayeredModel(FakeModel):
-    """Its tower has layers with a checkpoint before each."""
+    """A model whose tower has layers with a checkpoint before each."""
 
     layers: list[int] = field(default_factory=list)
     piece_rows: int = -1

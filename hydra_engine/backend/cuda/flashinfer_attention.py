@@ -319,8 +319,8 @@ class _LaneWrappers(threading.local):
         return self._workspace
 
     def wrappers(self, name: str, num_bytes: int, count: int, **options: Any) -> Wrappers:
-        """Up to `count` of FlashInfer's Batch<name>KVCacheWrapper with these options and a workspace of at least
-        `num_bytes`."""
+        """The wrappers of FlashInfer's class Batch<name>KVCacheWrapper with these options, made when they are first
+        needed, at most `count`. Their shared workspace has at least `num_bytes`."""
         workspace, key = self.workspace(num_bytes), (name, *options.values())
         if key not in self._of_step:
             make = getattr(self._library, f"Batch{name}KVCacheWrapper")

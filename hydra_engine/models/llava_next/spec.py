@@ -63,7 +63,8 @@ class LlavaNextVisionSpec(SquareVisionSpec):
 
     @property
     def max_tokens_per_image(self) -> int:
-        """Most tokens of a picture: one with the aspect ratio of its canvas, of which nothing is dropped."""
+        """Maximum number of tokens of a picture: one with the aspect ratio of its canvas, of which nothing is
+        dropped."""
         canvases = [self._grid(size) for size in self.resolutions]
         return self.tower.num_patches + max(rows * (columns + 1) for rows, columns in canvases)
 

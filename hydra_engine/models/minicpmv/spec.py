@@ -99,8 +99,8 @@ class Slicing:
         return self.fit_size(_nearest(width, columns) // columns, _nearest(height, rows) // rows)
 
     def max_cells(self) -> int:
-        """Most cells of one picture or slice of any accepted shape. Of all pictures with a number of rows the lowest
-        has the most columns, so only the heights at which rounding adds a row are tried."""
+        """Maximum number of cells of a picture or slice of any accepted shape. Of all pictures with a number of rows
+        the lowest has the most columns, so only the heights at which rounding adds a row are tried."""
         longest = math.sqrt(MAX_ASPECT)
         least, most = max(int(self.scale / longest), 1), int(self.scale * longest)
         turns = (half * self.cell // 2 + more for half in range(1, 2 * most // self.cell + 2, 2) for more in (0, 1))

@@ -298,7 +298,7 @@ class TimedFrames:
         return (frames[0] / fps + frames[-1] / fps) / 2
 
     def max_image_tokens(self, factor: int) -> int:
-        """Most tokens of any temporal patch: frames are largest when there are fewest."""
+        """Maximum number of tokens of a temporal patch: frames are largest when there are fewest."""
         least, most = self._limits(self.depth)
         return max_image_tokens(factor, PixelLimits(-(-least // self.depth), -(-most // self.depth)))
 

@@ -186,7 +186,7 @@ class Qwen2VisionSpec(GridVisionSpec):
 
     @property
     def max_tokens_per_item(self) -> int:
-        """Most tokens of a span; a temporal patch of a video may have more than any picture."""
+        """Maximum number of tokens of a span; a temporal patch of a video may have more than any picture."""
         limits = self.sampling.limits
         most = max(limits.max_pixels, int(limits.min_pixels * 1.05))
         return max(

@@ -324,7 +324,7 @@ class VisionSpec(ABC):
     @property
     @abstractmethod
     def max_tokens_per_image(self) -> int:
-        """Most feature rows of all spans of one picture together, without text between them."""
+        """Maximum number of feature rows of a picture, all its spans together, without the text between them."""
 
     @property
     def max_tokens_per_item(self) -> int:

@@ -58,7 +58,7 @@ class Slices:
         return self.fill(_encode(answer))
 
     def fill(self, data: bytes) -> bytes | Iterator[bytes]:
-        """Like `encode`, for an answer that is already encoded."""
+        """Writes the deferred lists into an answer that is already JSON; returns what `encode` returns."""
         self._num_made = 0
         around = _MARK.split(data) if self._lists else [data]
         return self._parts(around) if len(around) > 1 else data
@@ -262,8 +262,8 @@ class EventStream:
         )
 
     def send_now(self, data: bytes) -> None:
-        """Like `send`, but only while `is_free`: writes to the transport directly, without waiting. If the reader does
-        not take the data, the next write waits."""
+        """Sends a chunk without waiting, allowed only while `is_free`: writes to the transport directly. If the reader
+        does not take the data, the next write waits."""
         assert self._transport is not None
         self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         self._access.bytes_out += len(data)

@@ -40,7 +40,7 @@ Check = Callable[[], Any]
 
 
 class Skip(Exception):
-    """This server or this version of the client cannot do what the check is about; the message says why."""
+    """Raised where the server, or this version of the client, cannot do what a check is about; the message says why."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ def new_folder() -> Path:
 
 
 def finish(command: list[str], target: Target, folder: Path, *, offline: bool = False) -> str:
-    """Its output. An exit code other than 0 is an error. `offline`: it looks for no model on the Hugging Face hub."""
+    """Runs a command to its end; returns its output. Raises RuntimeError if its exit code is not 0. `offline`: it looks
+    for no model on the Hugging Face hub."""
     environment = dict(os.environ, OPENAI_API_KEY=target.api_key, HF_HUB_OFFLINE=str(int(offline)))
     done = subprocess.run(
         command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

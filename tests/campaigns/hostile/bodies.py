@@ -173,7 +173,7 @@ def messages(rng: random.Random) -> Made:
 
 
 def long(rng: random.Random) -> Made:
-    """More text than any context has, up to 10 MB."""
+    """A request with more text than any context has, up to 10 MB."""
     path = rng.choice((CHAT, COMPLETIONS, RESPONSES, MESSAGES, "/tokenize"))
     text = _text(rng.choice(["x", "word ", "é", "\U0001f600", "\\\\ "]), rng.choice([300_000, 1_000_000]))
     main = MAIN[path].encode()
@@ -203,7 +203,7 @@ def grammar(rng: random.Random) -> Made:
 
 
 def mutated(rng: random.Random) -> Made:
-    """Some bytes of a right body changed."""
+    """A request whose valid body has one to four places with changed, missing or added bytes."""
     path, body = some_request(rng)
     data = bytearray(json.dumps(body).encode())
     for _ in range(rng.randint(1, 4)):

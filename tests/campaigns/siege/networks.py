@@ -42,7 +42,7 @@ def count_as_public() -> None:
 
 
 def why_not() -> str | None:
-    """Why this machine does not permit such networks, or None."""
+    """The reason why this machine does not permit such networks; None if it does."""
     probe = subprocess.run(
         [*_unshare("--mount"), "ip", "link", "set", "lo", "up"], capture_output=True, text=True, check=False
     )

@@ -208,7 +208,7 @@ def secrets_in(text: bytes, secrets: Iterable[str], where: str) -> list[Finding]
 
 
 def written(server: Server) -> list[Finding]:
-    """No key in the log, in a child's environment or command line."""
+    """Findings of keys in the log, or in the environment or command line of a process of the server."""
     keys = list(server.keys.values())
     findings = secrets_in(server.log.encode(), keys, "the log")
     for process in server.family():

@@ -48,7 +48,7 @@ def test_block_sizes(block_size: int) -> None:
 @pytest.mark.quick("(2, 1, 32)")
 @pytest.mark.parametrize("heads", [(1, 1, 32), (2, 1, 32)], ids=str)
 def test_more_splits_than_tiles(heads: tuple[int, int, int]) -> None:
-    """Some splits have nothing to read, and what they would have written is never looked at."""
+    """Splits may have nothing to read; what they would have written is never looked at."""
     step = make_step([(1, 65), (1, 3)], heads, 16, torch.float32)
     assert_attention_close(decode(step, 0.2, 6), step.expected(0.2))
 
@@ -78,7 +78,7 @@ def test_no_requests() -> None:
 def test_the_program_that_ends_last_joins_the_splits_in_their_order(
     heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever that is; and it leaves the counters as they were, for the next launch."""
+    """The result does not depend on which program ends last; it leaves the counters at zero for the next launch."""
     step = make_step([(1, 300), (1, 65), (1, 1)], heads, 16, torch.float32)
     counters = torch.zeros(9, dtype=torch.int32)
     tables, context = step.block_tables, step.num_context

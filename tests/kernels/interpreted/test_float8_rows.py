@@ -73,7 +73,7 @@ def test_what_is_not_finite_stays_so_and_what_is_tiny_is_zero() -> None:
 
 @pytest.mark.parametrize("group_size", [256, BLOCK])
 def test_rows_and_words_of_a_weight_are_in_one_order(group_size: int) -> None:
-    """Their product is the formula's, whatever the order is."""
+    """The product of rounded rows and packed words is the formula's, whatever their order is."""
     x = rows_of(4, 256, torch.bfloat16)
     numbers = torch.randn(20, 256, generator=torch.Generator().manual_seed(1)).to(FLOAT8)
     weight = QuantizedWeight(numbers, torch.rand(20, 256 // group_size))

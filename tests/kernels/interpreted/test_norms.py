@@ -51,7 +51,7 @@ def test_add_rms_norm_updates_the_residual(shape: tuple[int, int], dtype: torch.
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_layer_norm(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """Around a large mean, where a difference of squares would lose every digit."""
+    """Layer norms are right around a large mean, where a difference of squares would lose every digit."""
     x = strided(rows(shape, dtype) + (0 if dtype is torch.bfloat16 else 100))
     weight, bias = rows(shape[1:], dtype, 1), rows(shape[1:], dtype, 2)
     result = layer_norm(x, weight, bias, 1e-5)

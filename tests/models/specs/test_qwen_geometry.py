@@ -64,8 +64,8 @@ def sampling(**changes: Any) -> FrameSampling:
 
 
 def test_sampled_frames_are_those_of_the_processor() -> None:
-    """Its formula: a count between bounds, cut to whole temporal patches, and float32 steps; where rounding gives one
-    step too many, that frame would lie behind the last one."""
+    """The processor takes a count between bounds, cut to whole temporal patches, and float32 steps; where rounding
+    gives one step too many, that frame would lie behind the last one."""
     rng = random.Random(3)
     for _ in range(3000):
         total, fps, rate = int(2 ** rng.uniform(1, 14)), rng.choice([1, 23.976, 29.97, 60]), rng.choice([0.5, 1, 2, 4])

@@ -154,7 +154,7 @@ class Cluster:
         self._add(prefill, request, stages=prefill.role, external_images=remote if encoders else frozenset())
 
     def _bind(self, request_id: int) -> None:
-        """Its prefill begins."""
+        """Chooses a decode node for a request whose prefill begins, and adds the request to it, if it has none."""
         if request_id not in self.kv_target:
             decode = self.random.choice([node for node in self.nodes if Role.D in node.role])
             self.kv_target[request_id] = decode
@@ -483,7 +483,8 @@ class Cluster:
             self._end_attempts(user)
 
     def _has_last_token(self, user: User) -> bool:
-        """Its end was on the way when the attempt was over."""
+        """True if the last token of `user` ended the request; notes its result, which was on the way when the attempt
+        ended."""
         reason = user.request.finish_reason(len(user.tokens), user.tokens[-1]) if user.tokens else None
         if reason is not None:
             user.ended = Finished(RequestId(user.attempt), reason, len(user.tokens))

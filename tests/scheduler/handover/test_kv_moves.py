@@ -273,7 +273,8 @@ def test_an_older_arrival_takes_the_room_of_one_that_is_still_pulled() -> None:
 
 
 def test_what_is_computed_to_its_end_takes_the_room_of_older_ones_that_are_not() -> None:
-    """Otherwise it would hold, where it was computed, what others need there: a decode waits for no prefill."""
+    """A request with all its KV preempts older ones without: it would hold blocks that others need where it was
+    computed."""
     s = Part(D, kv_blocks=6)
     s.put(make_request(1, 17, max_new=4), arrival_index=1, external_kv=True)
     s.offer_kv(1, 1, 2)

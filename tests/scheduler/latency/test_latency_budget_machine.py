@@ -98,7 +98,7 @@ def test_pauses_between_steps_and_slices_of_vision_are_learnt(place: str) -> Non
 
 
 def test_stalls_do_not_shrink_the_budgets() -> None:
-    """No budget prevents a step that takes ten times as long, so it is only counted."""
+    """Stalls are counted but do not shrink budgets: no budget prevents a step that takes ten times as long."""
     calm, stalling = (
         make_traffic(SimulatedMachine(make_surface(), noise=0.05, seed=5, stalls=stalls), **BUSY)
         for stalls in (0.0, 0.01)

@@ -84,7 +84,7 @@ async def killed_at_work(stage: Stage) -> list[Finding]:
 
 
 async def contained(stage: Stage) -> list[Finding]:
-    """No new privileges for a sandboxed process, and few system calls where the kernel can say so."""
+    """Sandboxed processes cannot gain privileges, and may make few system calls where the kernel has seccomp."""
     expected = {"NoNewPrivs": "1"}
     if processes.has_seccomp():
         expected["Seccomp"] = "2"

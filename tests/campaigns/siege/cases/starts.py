@@ -176,7 +176,7 @@ async def descriptors(_stage: Stage) -> list[Finding]:
 
 
 async def unreadable(_stage: Stage) -> list[Finding]:
-    """No process of the same user, without root's powers, reads the environment of a server with keys."""
+    """A process of the same user, without root's powers, cannot read the environment of a server with keys."""
     prefix = (sys.executable, "-c", _POWERLESS + _RUN)
     server = await asyncio.to_thread(partial(Server, topology="EPD", prefix=prefix, module="hydra_engine"))
     try:

@@ -1,4 +1,4 @@
-"""No data of one API key reaches another: bob asks every route of the OpenAPI document and of the page."""
+"""Data of one API key does not reach another: bob asks every route of the OpenAPI document and of the page."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def matrix(stage: Stage) -> list[Finding]:
 
 
 async def own_delete(stage: Stage) -> list[Finding]:
-    """Whoever ends a request of its own gets no error of the server's for it, and nobody else's ends."""
+    """A client can end its own request without a server error, and cannot end another client's."""
     alice, name = stage.alice, f"{_ID}-mine"
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1500, "ignore_eos": True}
     running = asyncio.create_task(
