@@ -223,7 +223,7 @@ class Instance:
             self._emit(self._migration.on_result(result, now), outgoing)
         elif isinstance(result, ReadyResult):
             self._held.pop(result.request_id, None)
-            self._emit(self._scheduler.release(result.request_id, now, result.error), outgoing)
+            self._emit(self._scheduler.release_held(result.request_id, now, result.error), outgoing)
         else:
             self._language_in_flight.pop(0)
             self._expect_end(result.ended_s)
@@ -239,7 +239,7 @@ class Instance:
                 return
             del self._held[request_id]
             error = Unavailable(f"the {what} of this request was not ready within {HOLD_S:g} s; try again later")
-            self._emit(self._scheduler.release(request_id, now, error.info()), outgoing)
+            self._emit(self._scheduler.release_held(request_id, now, error.info()), outgoing)
 
     # ---- feeding the lanes
 

@@ -413,11 +413,11 @@ class DecodeTimes:
     """Token times, limits and open decode spans of the requests in the table of decodes, by the same indices.
     `num_limited`: how many have a TPOT limit."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_seq_slots: int) -> None:
         self._watched: list[_Watched] = []
-        self._floats = np.zeros((3, num_slots))
+        self._floats = np.zeros((3, num_seq_slots))
         self._tpot_limits_s, self._first_s, self._last_s = self._floats  # times of tokens; 0.0: none yet
-        self._late_gaps = np.zeros(num_slots, dtype=np.int64)
+        self._late_gaps = np.zeros(num_seq_slots, dtype=np.int64)
         self.num_limited = 0
         self._num_steps = self._num_rows = 0  # totals of steps with decodes so far
         self._latest_batch = 0

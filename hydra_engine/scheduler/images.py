@@ -75,7 +75,7 @@ class ImageTracker:
                     self._features.drop((state.request.id, index), state.image_keys[index])
                 self._set(state, index, ImageProgress.CONSUMED, now)
 
-    def release(self, state: RequestState, index: int, now: float) -> bool:
+    def release_features(self, state: RequestState, index: int, now: float) -> bool:
         """Releases an encode job's features of one image, which were fetched or refused; no effect if it has none.
         Returns True if all images of the job are CONSUMED."""
         if state.images[index] == ImageProgress.ENCODED:

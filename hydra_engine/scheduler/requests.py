@@ -134,7 +134,7 @@ class RequestTable:
         self.requeue(state)
         return state
 
-    def release(self, state: RequestState, now: float) -> None:
+    def release_held(self, state: RequestState, now: float) -> None:
         """Lets a held request start as if it had arrived now, but with its age and its deadline unchanged."""
         state.held = False
         num_cached = self._rank(state)

@@ -116,7 +116,7 @@ class StageScheduler:
         `stages`: the stages to run here, by default all of the role; E alone is an encode job, a request with images
         and no prompt. `external_images`: indices of images whose features the connector loads; all images if `stages`
         has no E. `external_kv`: the connector loads the KV of the prompt. `held_for`: the reason, for the timeline, why
-        the request has to wait for `release`, until which it holds nothing and is in no plan; "" if it may start.
+        the request has to wait for `release_held`, until which it holds nothing and is in no plan; "" if it may start.
         """
         stages = self._limits.role if stages is None else stages
         check_fits(request, self._limits, stages)
@@ -126,13 +126,13 @@ class StageScheduler:
             request, now, stages=stages, external_images=external_images, external_kv=external_kv, held_for=held_for
         )
 
-    def release(self, request_id: RequestId, now: float, error: ErrorInfo | None = None) -> list[RequestMessage]:
+    def release_held(self, request_id: RequestId, now: float, error: ErrorInfo | None = None) -> list[RequestMessage]:
         """Lets a held request start or, with `error`, ends it and returns its Finished. Ignores other requests."""
         state = self._requests.states.get(request_id)
         if state is None or state.ending is not None or not state.held:
             return []
         if error is None:
-            self._requests.release(state, now)
+            self._requests.release_held(state, now)
             return []
         self._requests.end(state, Ending(FinishReason.ERROR, error=error))
         return self._results.finish([state], now)

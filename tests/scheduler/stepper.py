@@ -98,7 +98,7 @@ class Stepper:
         return self._collect(self.scheduler.abort(RequestId(number), self.now))
 
     def release(self, number: int, error: ErrorInfo | None = None) -> None:
-        self._collect(self.scheduler.release(RequestId(number), self.now, error))
+        self._collect(self.scheduler.release_held(RequestId(number), self.now, error))
 
     def reset(self, *, kv: bool = True, images: bool = True) -> None:
         self.scheduler.reset_caches(kv=kv, images=images)

@@ -99,8 +99,8 @@ class Offers:
     def release_features(self, request_id: RequestId, image_index: int, now: float) -> list[RequestMessage]:
         """Ends the offer of features that were fetched or refused and, with its last image, the job as MOVED. Ignores
         a request that is no encode job."""
-        state = self._live(request_id)
-        if state is None or not state.is_encode_job or not self._requests.images.release(state, image_index, now):
+        state, images = self._live(request_id), self._requests.images
+        if state is None or not state.is_encode_job or not images.release_features(state, image_index, now):
             return []
         return self._end(state, Departure.MOVED, now)
 

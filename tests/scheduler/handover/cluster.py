@@ -170,7 +170,7 @@ class Cluster:
 
     def _release(self, node: Node) -> None:
         """The first one that is held may have ended meanwhile."""
-        self._on(node, node.scheduler.release(node.held.pop(0), self.now))
+        self._on(node, node.scheduler.release_held(node.held.pop(0), self.now))
 
     def abort(self, user: User) -> None:
         if user.ended is None:
@@ -251,7 +251,7 @@ class Cluster:
             expected = expected_tokens(user.request)
             if user.ended.reason == FinishReason.ABORT:
                 expected = expected[: len(user.tokens)]
-            assert user.tokens == expected, f"request {user.request.age}: wrong tokens"
+            assert user.tokens == expected, f"request {user.request.arrival_index}: wrong tokens"
         for node in self.nodes:
             assert not node.offers and not node.known, "an offer is still there"
             ledger = node.scheduler.ledger()
