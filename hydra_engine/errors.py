@@ -25,7 +25,7 @@
     +-- BackendError                 exit 5  an operation has no usable implementation
     +-- EngineClosed                 the engine was closed or its instance died
 
-Only `server/http/errors.py` turns these into HTTP; only the command line turns them into exit codes. A message is one
+Only `server/http/answers.py` turns these into HTTP; only the command line turns them into exit codes. A message is one
 line that says what to change. It never holds an address or more than 200 characters of input, and a path only in the
 process that opens the caller's own files (`preprocess/media/sources.py`).
 """

@@ -14,8 +14,8 @@ from hydra_engine.config import ServerConfig
 from hydra_engine.server import admin, generate, info, openapi
 from hydra_engine.server.anthropic import messages
 from hydra_engine.server.http.access_control import KEYS, SALT_SECRET, Cors, KeyRing, auth_middleware, is_loopback
+from hydra_engine.server.http.answers import error_middleware
 from hydra_engine.server.http.body import body_middleware
-from hydra_engine.server.http.errors import error_middleware
 from hydra_engine.server.http.loop_lag import LoopLag
 from hydra_engine.server.loggers import add_headers, install_tracer, request_middleware
 from hydra_engine.server.openai import chat, completions, responses, tokenize

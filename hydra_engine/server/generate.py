@@ -26,9 +26,17 @@ from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.core.schemas.numbers import encode_long
 from hydra_engine.errors import InvalidRequest, NotFound
 from hydra_engine.server.http.access_control import cache_salt
-from hydra_engine.server.http.answers import DONE, EventStream, MakeChunk, Slices, TextEvents, json_event, send_parts
+from hydra_engine.server.http.answers import (
+    DONE,
+    STREAM,
+    EventStream,
+    MakeChunk,
+    Slices,
+    TextEvents,
+    json_event,
+    send_parts,
+)
 from hydra_engine.server.http.body import read_request
-from hydra_engine.server.http.errors import STREAM
 from hydra_engine.server.loggers import ACCESS
 from hydra_engine.server.openai.several import Several
 from hydra_engine.server.port import EnginePort, Handle

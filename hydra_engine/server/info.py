@@ -21,7 +21,7 @@ from hydra_engine.core.instances import Condition, InstanceSpec, InstanceState, 
 from hydra_engine.core.reports import InstanceSummary
 from hydra_engine.errors import Unavailable
 from hydra_engine.server.generate import check_model, json_response
-from hydra_engine.server.http.errors import ErrorBody, error_body, error_response
+from hydra_engine.server.http.answers import ErrorBody, error_body, error_response
 from hydra_engine.server.state import CLIENT, CONFIG, ENGINE, MODEL_NAME, STATE, TENANT, loaded_engine
 
 _REASONS = {

@@ -17,7 +17,7 @@ from aiohttp import web
 from hydra_engine import __version__
 from hydra_engine.errors import CODES
 from hydra_engine.server.http.access_control import ADMIN_PATHS, KEYS, OPEN_PATHS, OVERVIEW_PATHS, PAGE_FILES
-from hydra_engine.server.http.errors import AnthropicErrorAnswer, ErrorAnswer
+from hydra_engine.server.http.answers import AnthropicErrorAnswer, ErrorAnswer
 from hydra_engine.server.loggers import has_anthropic_style
 from hydra_engine.server.operations import OPERATIONS, TEXT, Operation, Parameter
 from hydra_engine.server.protocol.other_fields import EMPTY, Harmless, other_names_of

@@ -24,8 +24,7 @@ from aiohttp.web_protocol import RequestHandler
 
 from hydra_engine.errors import InvalidRequest, RequestFailed, ResourceError
 from hydra_engine.server.http import answers
-from hydra_engine.server.http.answers import COMMENT
-from hydra_engine.server.http.errors import STREAM, error_response, from_http
+from hydra_engine.server.http.answers import COMMENT, STREAM, error_response, from_http
 from hydra_engine.server.state import PLACES, Episode, Places
 
 logger = logging.getLogger(__name__)

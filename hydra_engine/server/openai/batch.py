@@ -23,8 +23,8 @@ from msgspec import Meta
 
 from hydra_engine.core.units import size
 from hydra_engine.errors import HydraError, InvalidRequest
+from hydra_engine.server.http.answers import ErrorBody, error_json
 from hydra_engine.server.http.body import parse_request
-from hydra_engine.server.http.errors import ErrorBody, error_json
 from hydra_engine.server.http.strict_json import NO_NUL
 
 MAX_ID_CHARS = 512

@@ -25,9 +25,8 @@ from hydra_engine.server.generate import (
     respond,
     with_tool_dialect,
 )
-from hydra_engine.server.http.answers import Slices, json_event
+from hydra_engine.server.http.answers import FAILURE, Slices, error_body, json_event
 from hydra_engine.server.http.body import parse_in_turn
-from hydra_engine.server.http.errors import FAILURE, error_body
 from hydra_engine.server.protocol import responses as protocol
 from hydra_engine.server.protocol.chat import token_logprobs
 from hydra_engine.server.protocol.fields import pixel_budget

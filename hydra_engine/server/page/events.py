@@ -25,8 +25,7 @@ from hydra_engine.core.instances import InstanceState
 from hydra_engine.core.outputs import StageSpan, Usage
 from hydra_engine.core.reports import InstanceSummary, Status
 from hydra_engine.errors import InvalidRequest, Unavailable
-from hydra_engine.server.http.answers import EventStream, event
-from hydra_engine.server.http.errors import STREAM
+from hydra_engine.server.http.answers import STREAM, EventStream, event
 from hydra_engine.server.state import ENGINE, MODEL_NAME, STATE, TENANT
 from hydra_engine.telemetry.metrics import Outcomes
 from hydra_engine.telemetry.trace import EndedRequest, LiveRequest
