@@ -75,8 +75,8 @@ def youngest_stalled(prefilling: ArrivalQueue) -> RequestState | None:
 
 
 def image_order(state: RequestState, index: int) -> tuple[int, int, int, int]:
-    """Sort key of images: age of the request, then place in its prompt, so that all instances order them alike. The
-    encode jobs of one request have its age, and their images the places that they have in its prompt."""
+    """Sort key of images: arrival index of the request, then place in its prompt, so that all instances order them
+    alike. The encode jobs of one request have its index, and their images the places that they have in its prompt."""
     arrival_index, arrived = state.order
     return arrival_index, state.request.images[index].start if state.is_encode_job else 0, arrived, index
 

@@ -91,8 +91,7 @@ class VisionPlanner:
 
 def _images(states: Iterable[RequestState]) -> Iterator[tuple[RequestState, int]]:
     """Yields (request, image index) of the images that wait for an encode here, request by request. Adjacent encode
-    jobs of one arrival index are parts of one request: their images come in the order of its prompt, in which they are
-    needed."""
+    jobs of one arrival index are parts of one request: their images come in the order of its prompt."""
     for arrival, group in groupby(states, key=lambda state: state.order[0] if state.is_encode_job else None):
         pairs = ((state, index) for state in group for index in range(len(state.images)))
         for state, index in pairs if arrival is None else sorted(pairs, key=lambda pair: policy.image_order(*pair)):
