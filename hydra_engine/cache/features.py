@@ -52,7 +52,7 @@ class FeatureCache:
 
     def need(self, user: ImageUser, key: FeatureKey, num_tokens: int) -> ImageProgress:
         """Adds a user of these features and returns their progress. For the first user they are ENCODED if all of them
-        are still cached; that needs no other blocks and evicts nothing."""
+        are still cached; that needs no other blocks and evicts nothing. If only a part is left, it is forgotten."""
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = _Entry(num_tokens)
@@ -64,8 +64,8 @@ class FeatureCache:
         return entry.progress
 
     def drop(self, user: ImageUser, key: FeatureKey) -> None:
-        """Removes a user. After the last one the blocks are free and the features reusable, or, while they are
-        ENCODING, as soon as that ends."""
+        """Removes a user. After the last one the blocks are free and, with `keeps`, ENCODED features reusable; while
+        they are ENCODING, `finish` does that."""
         entry = self._entries[key]
         del entry.users[user]
         self._release_unused(key, entry)
@@ -101,7 +101,7 @@ class FeatureCache:
 
     def finish(self, key: FeatureKey, *, failed: bool) -> None:
         """Changes ENCODING to ENCODED or, if the encode or load `failed`, frees the blocks and changes it back to
-        WAITING. Without users the entry is removed, and encoded features are reusable."""
+        WAITING. Without users the entry is removed; ENCODED features are then reusable with `keeps`."""
         entry = self._entries[key]
         assert entry.progress == ImageProgress.ENCODING, "an encode ends that never began"
         if failed:
@@ -128,8 +128,8 @@ class FeatureCache:
         return feature_hashes(key, self._blocks.blocks_for(num_tokens))
 
     def _restore(self, key: FeatureKey, num_tokens: int) -> bool:
-        """Allocates the blocks of features that are still cached; False if there are none. If only a part is left, it
-        is useless and is forgotten."""
+        """Acquires the blocks of features that are still cached; False unless all are. If only a part is left, it is
+        useless and is forgotten."""
         hashes = list(self._hashes(key, num_tokens))
         if len(self._blocks.find(hashes)) < len(hashes):
             self._blocks.forget(hashes)
@@ -138,7 +138,8 @@ class FeatureCache:
         return True
 
     def _release_unused(self, key: FeatureKey, entry: _Entry) -> None:
-        """Removes an entry without users, unless it is ENCODING. Its blocks become free, its features reusable."""
+        """Removes an entry without users, unless it is ENCODING. Its blocks become free, ENCODED features reusable with
+        `keeps`."""
         if not entry.users and entry.progress != ImageProgress.ENCODING:
             del self._entries[key]
             self._blocks.free(key)

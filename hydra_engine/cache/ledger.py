@@ -53,7 +53,8 @@ class Ledger:
         return tuple(problems)
 
     def report(self, live: Collection[RequestId]) -> LedgerReport:
-        """Returns the numbers of blocks and slots, their holders in at most MAX_LINES lines, and the `problems`."""
+        """Returns the numbers of live requests and of blocks, with `has_states` also of slots (else 0), the holders of
+        blocks in at most MAX_LINES lines, and the `problems`. `live`: as in `problems`."""
         lines = [f"request {r}: {table.num_blocks} KV blocks" for r, table in self._kv.tables.items()]
         for key, _, num_blocks in self._features.held_blocks():
             users = self._features.users(key)
@@ -92,8 +93,7 @@ def check_pool(pool: BlockPool) -> None:
 
 
 def check_tables(manager: CacheManager[Holder]) -> None:
-    """Raises AssertionError unless each block is held once for each table that lists it, and the pool passes
-    `check_pool`."""
+    """Raises AssertionError unless the invariant of CacheManager holds and the pool passes `check_pool`."""
     check_pool(manager.pool)
     listed: Counter[int] = Counter()
     for table in manager._tables.values():
@@ -113,8 +113,9 @@ def check_slots(seq_slots: SlotPool) -> None:
 
 
 def check_features(features: FeatureCache) -> None:
-    """Raises AssertionError unless exactly the entries that are ENCODING or ENCODED have blocks, shared by no two, and
-    of all entries exactly the ENCODED ones can be found by their hashes (none if nothing is kept for reuse)."""
+    """Raises AssertionError unless exactly the entries that are ENCODING or ENCODED have blocks, shared by no two, of
+    all entries exactly the ENCODED ones can be found by their hashes (none if nothing is kept for reuse), and entries
+    without users are ENCODING. Checks the tables too."""
     check_tables(features._blocks)
     holding = {key for key, entry in features._entries.items() if entry.progress != ImageProgress.WAITING}
     assert holding == features._blocks.tables.keys(), "entries and blocks disagree"

@@ -49,10 +49,11 @@ class PrefixCache:
         return found
 
     def publish_later(self, filled: Sequence[tuple[RequestState, int]]) -> None:
-        """Queues the full blocks that requests have computed for the next `publish`: (request, number of its blocks).
+        """Queues the full blocks that requests have computed or loaded for the next `publish`: (request, number of its
+        leading full blocks).
 
-        Called only after a token was sampled behind them: a NaN spoils everything behind it, so finite logits prove
-        that all KV before them is sound. Blocks of a row that fails are never found.
+        Called only after a token was sampled behind them, here or where they were computed: a NaN spoils everything
+        behind it, so finite logits prove that all KV before them is sound. Blocks of a row that fails are never found.
         """
         if self._enabled:
             self._unpublished += filled

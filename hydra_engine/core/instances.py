@@ -40,12 +40,12 @@ class Role(Flag):
 
     @property
     def needs_vision(self) -> bool:
-        """True if it has the vision tower, the projector and an image cache to write."""
+        """True if it loads the vision tower and the projector, and writes an image cache: with E."""
         return Role.E in self
 
     @property
     def needs_language(self) -> bool:
-        """True if it has the decoder and a KV cache."""
+        """True if it loads the language model and has a KV cache: with P or D."""
         return Role.P in self or Role.D in self
 
 
@@ -116,8 +116,8 @@ class Topology:
 
     @classmethod
     def parse(cls, text: str) -> Topology:
-        """Parses a topology. Raises ConfigError if it cannot be read, or has no instance for P or D; `check_serves`
-        also requires E for a vision model."""
+        """Parses a topology. Raises ConfigError if it cannot be read, has more than MAX_INSTANCES instances, or has
+        none for P or for D; `check_serves` also requires E for a vision model."""
         # "1E3P4D" is short for "1E+3P+4D": every digit opens a new part.
         spread = re.sub(r"(?<=[EPD])(?=[0-9]+[EPD])", "+", text.strip())
         instances: list[InstanceSpec] = []
@@ -192,7 +192,8 @@ def check_states(topology: Topology) -> None:
 
 
 def check_devices(topology: Topology, devices: Sequence[str]) -> None:
-    """Raises ConfigError if a device of the topology is not in `devices`, for example ("cpu", "cuda:0")."""
+    """Raises ConfigError if an instance of the topology names a device that is not in `devices`, for example ("cpu",
+    "cuda:0"). "auto" is allowed."""
     wanted = list(dict.fromkeys(spec.device for spec in topology.instances if spec.device != "auto"))
     missing = [device for device in wanted if device not in devices]
     if missing:

@@ -72,8 +72,8 @@ class Encode(msgspec.Struct, frozen=True, tag=True):
     """Encodes images of a request that is on instance `target`, and offers the features to that instance.
 
     `request` has an id of its own, no prompt, and only these images; its image i is image `indices[i]` of request
-    `target_request`. Ends with Finished(reason="moved") when all features have been pulled or refused, or
-    with "withdrawn" if some will not be fetched.
+    `target_request`. Ends with Finished(reason="moved") when all features have been pulled or refused, with
+    "withdrawn" if some will not be fetched, or with "error" or "abort" like any request.
     """
 
     request: Request
@@ -85,7 +85,8 @@ class Encode(msgspec.Struct, frozen=True, tag=True):
 
 class HandOver(msgspec.Struct, frozen=True, tag=True):
     """Moves a request that decodes here, or is prefilled here for another instance, to instance `target`, which already
-    has its `Submit`. Replaces an earlier target; ignored if the request is gone."""
+    has its `Submit`. Replaces an earlier target; ignored if the request is gone, or if it decodes with penalties or a
+    grammar, whose history the other instance does not have."""
 
     request_id: RequestId
     target: str
@@ -130,8 +131,8 @@ ToInstance = Submit | Encode | Abort | HandOver | SetRole | ResetCaches | QueryL
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
-    """Progress of the start: `done` of `total` bytes of weights are read or warm-up steps done. `what`: which of them,
-    for a reader."""
+    """Progress of the start: `done` of `total` bytes of weights, warm-up steps, captured graphs or measurements.
+    `what`: which of them, for a reader."""
 
     what: str
     done: int

@@ -46,7 +46,8 @@ class SamplingParams:
     - allowed_token_ids: the only tokens that may be sampled, at most 65,536; empty (default): all.
     - grammar: the language that the output must be in, a `Grammar`. None (default): any text.
 
-    Raises `InvalidRequest`, naming the field, for a value of a wrong type or out of range.
+    Raises `InvalidRequest`, naming the field, for numbers and list entries of a wrong type or out of range, and for
+    too many entries.
     """
 
     temperature: float = 1.0
@@ -145,7 +146,7 @@ class SamplingParams:
 
     @property
     def non_default_fields(self) -> dict[str, Any]:
-        """Values of the fields that differ from their defaults here, by name."""
+        """Values of the fields that differ from the defaults of this class, by name."""
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
 
     @property

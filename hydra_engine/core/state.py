@@ -189,7 +189,8 @@ class RequestState:
     @property
     def scores_prompt(self) -> bool:
         """True while log probabilities of the prompt are wanted and not complete, which is until the first token. All
-        positions of the prompt are computed for them, even if the cache has their KV."""
+        positions of the prompt are computed for them, even if the cache has their KV; with `external_kv` at the
+        instance that prefills."""
         return self.request.sampling.prompt_logprobs is not None and not self.generated
 
     @property

@@ -41,8 +41,8 @@ def run_instance(
     error that ended the start.
 
     A HydraError during the start is sent to the frontend as `Failed`; any other exception propagates. `config` has the
-    limits of all instances; `connect` None: there are no peers. Benchmarks replace `scheduler_class` and `worker_class`
-    by baselines.
+    limits of all instances; `wake`: the event that `inbox` sets; `connect` None: there are no peers. Benchmarks replace
+    `scheduler_class` and `worker_class` by baselines.
     """
     config = config.for_instance(name, context.role)
     began, progress = time.monotonic(), _Progress(outbox).report
@@ -140,8 +140,8 @@ def _summary(
 
 
 class _Progress:
-    """A sender of the start's progress to the frontend: at most ten messages a second, and always the first and the
-    last of a phase."""
+    """A sender of the start's progress to the frontend: the first and the last message of each phase, and between them
+    at most ten a second."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox

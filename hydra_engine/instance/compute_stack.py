@@ -53,8 +53,10 @@ Progress = Callable[[str, int, int], None]  # what, done, total
 
 @dataclass(frozen=True, slots=True)
 class ComputeStack:
-    """Everything that computes in an instance. `config` has no "auto" left; `image_cache` None: no image is encoded or
-    read here; `notes`: reasons of decisions, for the start-up summary."""
+    """Everything that computes in an instance. `config`: limits, image budget, look-ahead, `max_model_len`,
+    `deterministic` and `sm_split` are resolved; what is still "auto" there, such as device and dtypes, is resolved in
+    `backend` and `spec`. `image_cache` None: no image is encoded or read here. `notes`: reasons of decisions, for the
+    start-up summary."""
 
     config: EngineConfig
     context: InstanceContext
@@ -77,8 +79,9 @@ def build_worker(
     worker_class: type[Worker] = Worker,
     make_gate: Callable[[Device, SchedulerConfig], Gate] | None = None,
 ) -> ComputeStack:
-    """Loads the model, allocates the caches, warms up and captures graphs; in inference mode. The caller closes the
-    worker. `make_gate` None: no gate. Raises HydraError: unsupported setting, bad checkpoint, or too little memory."""
+    """Loads the model, allocates the caches, warms up and captures graphs. Must be called in inference mode; the caller
+    closes the worker. `make_gate` None: no gate. Raises HydraError: unsupported setting, bad checkpoint, or too little
+    memory."""
     spec = load_spec(config.model_path, config.spec_options)
     chosen = resolve_device(config.device, config.backend)
     spec = spec.held_on(chosen.name)
@@ -166,9 +169,9 @@ def _load_and_size(
     context: InstanceContext,
     progress: Callable[[int, int], None],
 ) -> tuple[EngineConfig, CachePlan, LoadedModel]:
-    """Returns the configuration without "auto", the cache sizes, and the loaded model. Runs the largest steps before
+    """Returns the configuration of `ComputeStack`, the cache sizes, and the loaded model. Runs the largest steps before
     the final sizes if the device reports peak memory. Raises ConfigError if a deterministic model is asked for and this
-    one is not, ResourceError if memory does not suffice."""
+    one is not, CheckpointError for a bad checkpoint, ResourceError if memory does not suffice."""
     device, role = backend.device, context.role
     free_bytes, total_bytes = device.memory()
     fills = device.peak_bytes(_nothing) is not None
@@ -300,7 +303,7 @@ def _tower(spec: ModelSpec) -> Tower | None:
 
 
 def _resolve(config: EngineConfig, spec: ModelSpec, plan: CachePlan, role: Role, device: Device) -> EngineConfig:
-    """The configuration with image budget, look-ahead and `max_model_len` as values instead of "auto". Raises
+    """The configuration with values for look-ahead, `max_model_len` and, with a vision model, image budget. Raises
     ConfigError if the KV cache has fewer than 2 tokens for a role that needs it."""
     if role.needs_language and plan.num_kv_blocks * config.cache.block_size < 2:
         raise ConfigError("the KV cache holds no token; raise --kv-cache-gib", param="kv_cache_gib")

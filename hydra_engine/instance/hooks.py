@@ -48,8 +48,8 @@ Connect = Callable[[Exports, tuple[int, ...]], PeerPort]  # (exported memory, de
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """The optional parts of an instance, None for those that it does not have. `limits`, `notes`: their lines in the
-    start-up summary."""
+    """The optional parts of an instance: None, or a `MigrationPort` that does nothing, for those that it does not have.
+    `limits`, `notes`: their lines in the start-up summary."""
 
     budgets: Budgets | None
     observer: StepObserver | None
@@ -183,8 +183,8 @@ def profile_instance(
 
 def limit_summary(config: SchedulerConfig, step_times: StepCosts, vision: VisionSpec | None) -> LimitSummary:
     """The summary of the latency limits: the budgets that the TPOT limit leaves beside 1, 8 and `max_running_requests`
-    decodes, and warnings about limits that cannot be kept. `config` has no "auto" left; `vision` None: the model reads
-    no pictures."""
+    decodes, and warnings about limits that cannot be kept. `config.look_ahead` is resolved; `vision` None: the model
+    reads no pictures."""
     picture, picture_tokens = None, 0
     if vision is not None:
         patches, picture_tokens = vision.max_patches_per_image, vision.max_tokens_per_image

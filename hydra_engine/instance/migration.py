@@ -144,8 +144,8 @@ class Migration(MigrationPort):
         return events
 
     def _peer_up(self, peer: PeerUp, outgoing: list[ToFrontend]) -> None:
-        """Maps the memory of a peer and accepts its messages from now on. Reports it to the frontend as up or, if its
-        memory cannot be used, as down with the reason."""
+        """Maps the memory of a peer, accepts its messages from now on and reports it to the frontend as up. If its
+        memory cannot be used, only reports it as down, with the reason."""
         problem = ""
         try:
             self._transfer.open_peer(peer.name, peer.exports, peer.descriptors)

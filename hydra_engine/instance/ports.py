@@ -25,7 +25,7 @@ from hydra_engine.transfer.plans import PullJob, StagingJob
 @dataclass(frozen=True, slots=True)
 class InstanceContext:
     """The place of an instance in its topology. `neighbours`: roles of all instances on its device, itself included,
-    which divide its memory; () if it is alone. `neighbour_configs`: their configurations, with their limits.
+    which divide its memory; it may be () if it is alone. `neighbour_configs`: their configurations, with their limits.
     `has_peers`: other instances can map its caches."""
 
     role: Role = EPD
@@ -44,14 +44,14 @@ ALONE = InstanceContext()
 
 
 class WorkerPort(Protocol):
-    """Two lanes that run plans in order. Never blocks the caller. Never raises because of a request's content: a failed
-    row or image comes back as a result with an error, and the lane continues. `pixel_bytes`: bytes of the pixels that
-    are kept for requests."""
+    """Two lanes that run plans in order. Blocks the caller in `close` only. Never raises because of a request's
+    content: a failed row or image comes back as a result with an error, and the lane continues. `pixel_bytes`: bytes of
+    the pixels that are kept for requests."""
 
     def add_request(self, request: Request, pixels: Sequence[PixelPayload]) -> str | None:
         """Registers a request before the first plan that names it, and keeps its pixels until `remove_request`. Returns
         the reason, in a word, why the request must be held until its `ReadyResult`; None if it may start. Raises
-        Unavailable, and then keeps nothing."""
+        Unavailable, and keeps nothing, if too many are held already."""
         ...
 
     def remove_request(self, request_id: RequestId) -> None:
@@ -80,11 +80,12 @@ class TransferPort(Protocol):
 
     def submit_pull(self, job: PullJob) -> None:
         """Copies blocks of an open peer, then reads the offer's control word: the result is `valid` if that is
-        unchanged. If the peer is not open, the result names the problem."""
+        unchanged. If the copy fails or the peer is not open, the result names the problem."""
         ...
 
     def submit_staging(self, job: StagingJob) -> None:
-        """Copies blocks of this instance into its staging pool; the result comes when all of them are there."""
+        """Copies blocks of this instance into its staging pool; the result comes when all of them are there, or with
+        the problem."""
         ...
 
     @property
@@ -164,11 +165,13 @@ class PeerPort(Protocol):
 
 class Inbox(Protocol):
     def drain(self) -> list[ToInstance]:
-        """Messages since the last call. Raises EOFError once the other side is gone."""
+        """Messages since the last call, in order; does not wait. Never reports that the frontend is gone: a socket ends
+        the process then."""
         ...
 
 
 class Outbox(Protocol):
     def send(self, messages: Sequence[ToFrontend]) -> None:
-        """Queues and flushes messages. Blocks at most until the socket buffer has space, if the frontend is slow."""
+        """Sends messages. Blocks until the socket's buffer has space for them, if the frontend is slow; ends the
+        process if it is gone."""
         ...

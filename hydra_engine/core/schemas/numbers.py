@@ -42,7 +42,7 @@ def schema_text(schema: dict[str, Any]) -> str:
 
 
 def _with_digits(value: Any) -> Any:
-    """A copy in which integers that msgspec cannot encode (beyond 64 bits) are raw JSON."""
+    """A copy in which integers beyond int64 are raw JSON, since msgspec encodes none beyond 64 bits."""
     if isinstance(value, dict):
         return {name: _with_digits(inner) for name, inner in value.items()}
     if isinstance(value, list):
