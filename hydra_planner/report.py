@@ -50,7 +50,7 @@ def _head(plan: Plan, question: Question, model: str) -> Iterator[str]:
             f"work        of a request on {name}: encode {1e3 * encode_s:.3g} ms, prefill {1e3 * prefill_s:.3g} ms, "
             f"decode {1e3 * decode_s:.3g} ms in full batches"
         )
-    yield f"limits      TTFT {_time(limits.ttft_s)}, TPOT {_time(limits.tpot_s)}, for {SHARE:.0%} of the requests"
+    yield f"limits      TTFT {_time(limits.ttft_s)}, TPOT {_time(limits.tpot_limit_s)}, for {SHARE:.0%} of the requests"
 
 
 def _table(plan: Plan) -> Iterator[str]:
@@ -125,7 +125,7 @@ def serve_flags(plan: Plan, question: Question) -> list[str]:
     flags = [
         f"--topology {plan.best.topology}",
         f"--ttft-slo {_flag(limits.ttft_s)}",
-        f"--tpot-slo {_flag(limits.tpot_s)}",
+        f"--tpot-slo {_flag(limits.tpot_limit_s)}",
     ]
     workers = question.config.media.decode_workers
     if workers != MediaConfig().decode_workers:

@@ -20,7 +20,7 @@ class Limits:
     """Seconds. `source` says where they come from: given, table 3, or measured on the idle server."""
 
     ttft_s: float
-    tpot_s: float
+    tpot_limit_s: float
     source: str = "given"
 
     def ttft_met(self, record: Record) -> bool:
@@ -29,7 +29,7 @@ class Limits:
     def tpot_met(self, record: Record) -> bool:
         """A request with one token has no gap and meets it."""
         gaps = record.gaps()
-        return sum(gap <= self.tpot_s for gap in gaps) >= SHARE * len(gaps)
+        return sum(gap <= self.tpot_limit_s for gap in gaps) >= SHARE * len(gaps)
 
     def met(self, record: Record) -> bool:
         return record.ok and self.ttft_met(record) and self.tpot_met(record)

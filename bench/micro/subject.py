@@ -191,7 +191,7 @@ class Encode:
         graphs = EncodeGraphs(tower, subject.backend, self.cache, (num_patches,))
         try:
             graphs.prepare()
-            for partition, size in graphs.wanted:
+            for partition, size in graphs.capture_order:
                 graphs.capture(partition, size)
         except BackendError as error:
             return str(error)[:200]

@@ -87,7 +87,7 @@ def _document(
         "servers": [server.document() for server in settings.servers],
         "limits": {
             "ttft_ms": limits.ttft_s * 1e3,
-            "tpot_ms": limits.tpot_s * 1e3,
+            "tpot_ms": limits.tpot_limit_s * 1e3,
             "source": limits.source,
             "to_server": settings.limits_to_server,
         },

@@ -36,7 +36,7 @@ def run(harness: Harness) -> dict[str, Any]:
 
 
 def _result(harness: Harness, runs: list[Run]) -> dict[str, Any]:
-    limit_s = harness.limits.tpot_s
+    limit_s = harness.limits.tpot_limit_s
     gaps = [gap for run in runs for record in run.records for gap in record.gaps()]
     steps, late = (_total(runs, name) for name in (_STEPS, _LATE))
     verdicts = [record.slo for run in runs for record in run.records if record.slo is not None]

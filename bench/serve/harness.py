@@ -62,7 +62,7 @@ class Harness:
         extra: tuple[str, ...] = ()
         if server.takes_limits and with_limits and self.settings.limits_to_server:
             limits = self.limits
-            extra = ("--ttft-slo", f"{limits.ttft_s:.6f}", "--tpot-slo", f"{limits.tpot_s:.6f}")
+            extra = ("--ttft-slo", f"{limits.ttft_s:.6f}", "--tpot-slo", f"{limits.tpot_limit_s:.6f}")
         wanted = (*server.command, *extra, server.base_url)
         if self._current is not None and self._current[0] == wanted:
             return replace(self._current[1], name=server.name)
@@ -183,7 +183,7 @@ def summary(records: Sequence[Record], limits: Limits) -> dict[str, Any]:
 
 
 def describe(limits: Limits) -> str:
-    return f"TTFT {limits.ttft_s * 1e3:.0f} ms, TPOT {limits.tpot_s * 1e3:.3g} ms ({limits.source})"
+    return f"TTFT {limits.ttft_s * 1e3:.0f} ms, TPOT {limits.tpot_limit_s * 1e3:.3g} ms ({limits.source})"
 
 
 def say(line: str) -> None:

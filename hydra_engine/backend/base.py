@@ -616,7 +616,7 @@ class Ops(Protocol):
         ...
 
     # ---- whole steps
-    def recorded(self, decode: Decode) -> Decode:
+    def record_decode(self, decode: Decode) -> Decode:
         """Returns `decode`, or a function with the same results, bit for bit, and less host time between ops.
 
         Only one lane may call it; its logits are valid until the next call. `decode` must only call these ops, index

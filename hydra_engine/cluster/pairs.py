@@ -76,7 +76,7 @@ class Pairs:
         pair.due_s, pair.made_s = None, now
         pair.up_sides.clear()
 
-    def failed(self, names: Names, problem: str, now: float) -> None:
+    def record_failure(self, names: Names, problem: str, now: float) -> None:
         """Records that the pair's connection could not be handed over."""
         self._fail(self._pairs[names], problem, now)
 

@@ -367,7 +367,7 @@ class Supervisor:
             try:
                 self._connect(names)
             except OSError as error:
-                self._pairs.failed(names, f"no connection can be made: {error.strerror}", now)
+                self._pairs.record_failure(names, f"no connection can be made: {error.strerror}", now)
             else:
                 self._pairs.connected(names, now)
 

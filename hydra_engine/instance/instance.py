@@ -198,7 +198,7 @@ class Instance:
         self._requests[request.id] = request
         if held_for:
             self._held[request.id] = now + HOLD_S, held_for
-        self._migration.add(message)
+        self._migration.on_accepted(message)
         self._look_outside(outgoing)
 
     def _refuse(self, request: Request, error: RequestError, outgoing: list[ToFrontend]) -> None:
@@ -321,7 +321,7 @@ class Instance:
                 self._worker.remove_request(message.request_id)
                 del self._requests[message.request_id]
                 self._held.pop(message.request_id, None)
-                self._migration.finished(message.request_id)
+                self._migration.on_finished(message.request_id)
             outgoing.append(message)
 
     def _append_status(self, outgoing: list[ToFrontend]) -> None:
@@ -370,7 +370,7 @@ class MigrationPort:
 
     connected = False
 
-    def add(self, message: Submit | Encode) -> None:
+    def on_accepted(self, message: Submit | Encode) -> None:
         """Called when the scheduler has accepted a part of a request or an encode job. Offers for it may have arrived
         before."""
 
@@ -378,7 +378,7 @@ class MigrationPort:
         """Moves a request to the instance `target`, which decodes it from now on. Of a request that is prefilled for
         another instance it names that instance. Ignored if the request cannot move."""
 
-    def finished(self, request_id: RequestId) -> None:
+    def on_finished(self, request_id: RequestId) -> None:
         """Called when a request has ended. Withdraws what it still offers, and refuses what is offered for it."""
 
     def drain(self, now: float, outgoing: list[ToFrontend]) -> list[RequestMessage]:

@@ -89,7 +89,7 @@ class Migration(MigrationPort):
 
     # ---- requests
 
-    def add(self, message: Submit | Encode) -> None:
+    def on_accepted(self, message: Submit | Encode) -> None:
         request_id = message.request.id
         if isinstance(message, Encode):
             self._jobs[request_id], self._targets[request_id] = message, message.target
@@ -109,7 +109,7 @@ class Migration(MigrationPort):
         elif self._connector.offers.hand_over(request.id, now):
             self._targets[request.id] = target
 
-    def finished(self, request_id: RequestId) -> None:
+    def on_finished(self, request_id: RequestId) -> None:
         for owner in [owner for owner in self._offered if owner[0] == request_id]:
             self._withdraw(owner)
         for peer, refusal in self._destination.end_request(request_id):

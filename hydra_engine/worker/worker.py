@@ -220,7 +220,7 @@ class Worker:
         for lane in reversed(self._lanes):
             if lane.graphs is not None:
                 self._capture(lane, lane.graphs.prepare)
-                jobs += [(lane, lane.graphs, graph) for graph in lane.graphs.wanted]
+                jobs += [(lane, lane.graphs, graph) for graph in lane.graphs.capture_order]
         held: list[Tensor] = []
         for done, (lane, graphs, graph) in enumerate(jobs, start=1):
             has_room = held or self._capture(lane, partial(self._hold, held))

@@ -98,8 +98,8 @@ class Setup:
 
         return goodput(search(attained, start, steps, doublings=4))
 
-    def with_limits(self, ttft_s: float, tpot_s: float) -> Setup:
-        return replace(self, limits=Limits(ttft_s, tpot_s))
+    def with_limits(self, ttft_s: float, tpot_limit_s: float) -> Setup:
+        return replace(self, limits=Limits(ttft_s, tpot_limit_s))
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hydra_planner.papers import epd_serve as ours
-from hydra_planner.papers.results import Experiment, Result, Scale, Table, closed
+from hydra_planner.papers.results import Experiment, Result, Scale, Table, closed_form
 
 _MODEL = "Qwen2.5-VL-7B in place of openPangu-7B-VL, Ascend 910B by their roofline"
 _RATES = (
@@ -38,7 +38,7 @@ EXPERIMENTS = (
         "Parameters of tower and decoder",
         "closed form",
         "By the published sizes; Qwen3-VL-8B is left out.",
-        closed(ours.parameters),
+        closed_form(ours.parameters),
         Table(
             ("model", "tower G", "decoder G"),
             (("openPangu-7B-VL", 0.7, 7), ("Qwen3-VL-8B", 0.6, 8), ("InternVL3-78B", 6, 72)),
@@ -67,7 +67,7 @@ EXPERIMENTS = (
         "Moving features of one picture",
         "closed form",
         f"{_MODEL}; a copy over HCCS at what is reached of its rate, against the encode before it.",
-        closed(ours.transmissions),
+        closed_form(ours.transmissions),
         Table(
             ("picture", "features", "moved ms", "scheduling ms", "overlap %"),
             (
@@ -90,7 +90,7 @@ EXPERIMENTS = (
         "closed form",
         f"{_MODEL}; KV moves by steps of a prefill and not by layers: what a step has made moves while the next one "
         f"runs.",
-        closed(ours.kv_transmissions),
+        closed_form(ours.kv_transmissions),
         Table(
             ("prompt", "KV ms", "exposed ms", "prefill ms", "overlap %", "GB/s"),
             ((1024, 715.53, 8.76, 6610.57, 98.78, 12.58), (2048, 1536.49, 1.16, 14261.21, 99.92, 11.71)),
@@ -115,7 +115,7 @@ EXPERIMENTS = (
         "Shares of the stages over the size of a picture",
         "closed form",
         f"{_MODEL}; a request alone with 64 tokens of output, decodes in batches of 64.",
-        closed(ours.encode_share),
+        closed_form(ours.encode_share),
     ),
     Experiment(
         "epd-serve-f6",
@@ -124,7 +124,7 @@ EXPERIMENTS = (
         "closed form",
         f"{_MODEL}; whole steps and not operators, by what each needs of arithmetic and memory. On a GPU the command "
         "measures it.",
-        closed(ours.sharing),
+        closed_form(ours.sharing),
         command="hydra-engine bench colocate --full",
     ),
     Experiment(
@@ -133,7 +133,7 @@ EXPERIMENTS = (
         "Overlap of KV transmission and prefill",
         "closed form",
         "As epd-serve-t4; profiles of a device are not to be had here.",
-        closed(ours.kv_transmissions),
+        closed_form(ours.kv_transmissions),
         Table(("prompt", "overlap %", "overlap % by layers"), ((1024, 98.78, 15.27), (2048, 99.92, 25.08))),
     ),
     _figure("f8", "Encode apart: requests within the limits", ours.encode_attainment, _RATES),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hydra_planner.papers import epd
-from hydra_planner.papers.results import Cell, Experiment, Table, closed
+from hydra_planner.papers.results import Cell, Experiment, Table, closed_form
 
 _MINI, _EIGHT, _LARGE = epd.MODELS
 
@@ -37,7 +37,7 @@ EXPERIMENTS = (
         "Limits, and what a request needs alone",
         "closed form",
         f"Roofline of one A100; {_SERVED}.",
-        closed(epd.limits),
+        closed_form(epd.limits),
         Table(
             ("model", "pictures", "TTFT s", "TPOT s"),
             tuple((n, count, *pair) for n, by_count in epd.LIMITS.items() for count, pair in by_count.items()),
@@ -52,7 +52,7 @@ EXPERIMENTS = (
         "Most pictures of one request",
         "closed form",
         _MEMORY,
-        closed(epd.max_pictures),
+        closed_form(epd.max_pictures),
         Table(("model", "picture", "DistServe", "EPD"), _IMAGES, 2),
         remark="19 pictures of 787x444 are 15,000 tokens of InternVL2-8B, so the same context cannot bind at all "
         "sizes as "
@@ -64,7 +64,7 @@ EXPERIMENTS = (
         "Largest batches, ten pictures a request",
         "closed form",
         f"{_MEMORY} A batch is as many requests as the caches hold.",
-        closed(epd.batches),
+        closed_form(epd.batches),
         Table(("model", "picture", "patches", "E, P together", "E", "P"), _BATCH, 2),
     ),
     Experiment(
@@ -73,7 +73,7 @@ EXPERIMENTS = (
         "KV cache of a prefill instance",
         "closed form",
         f"{_MEMORY} Shares of what the weights leave; an image cache for as many pictures as a request may have.",
-        closed(epd.kv_sizes),
+        closed_form(epd.kv_sizes),
         Table(
             ("model", "pictures", "DistServe %", "EPD %"),
             tuple((name, count, *pair) for name, by_count in _SHARES.items() for count, pair in by_count.items()),

@@ -13,7 +13,7 @@ from hydra_planner import explain
 from hydra_planner.hardware.devices import find_device, links_between
 from hydra_planner.papers.deployments import Setup, kind_of, layout
 from hydra_planner.papers.models import spec_of
-from hydra_planner.papers.results import Experiment, Result, Scale, Table, closed, table
+from hydra_planner.papers.results import Experiment, Result, Scale, Table, closed_form, table
 from hydra_planner.search.measure import Point
 from hydra_planner.search.settings import Setting
 
@@ -229,7 +229,7 @@ EXPERIMENTS = (
         "Where the model is cut, and what crosses the cut",
         "closed form",
         "LLaVA-1.5-7B, 576 features and 128 tokens; every cut is a topology of this engine.",
-        closed(boundaries),
+        closed_form(boundaries),
         Table(
             ("system", "boundary", "moved", "link", "cost model"),
             (
@@ -247,7 +247,7 @@ EXPERIMENTS = (
         "Bytes of one request by partition",
         "closed form",
         "LLaVA-1.5-7B, 576 features and 128 tokens.",
-        closed(transfer_sizes),
+        closed_form(transfer_sizes),
         Table(("partition", "MiB"), (("stage-level (PD)", 350), ("stage-level (EPD)", 350), ("modality-level", 4.5))),
         remark="The 128 tokens are output in the table's title and text in equation 1. The EPD row leaves the "
         "features out.",
@@ -258,7 +258,7 @@ EXPERIMENTS = (
         "Ratio of KV to features over models",
         "closed form",
         "128 tokens of text; decoders by their published sizes, behind towers with the paper's numbers of features.",
-        closed(ratios),
+        closed_form(ratios),
         Table(
             ("model", "KV MiB", "feature MiB", "ratio"),
             (
@@ -318,7 +318,7 @@ EXPERIMENTS = (
         "Where the time of a batch of 128 goes",
         "closed form",
         "LLaVA-1.5-7B, each phase alone at the roofline, answers of 128 tokens.",
-        closed(breakdown),
+        closed_form(breakdown),
         Table(
             ("phase", "s", "%"),
             (
@@ -377,7 +377,7 @@ EXPERIMENTS = (
         "Saving over the ratio of work, for ratios of price",
         "closed form",
         "Equation 8; the ratio over depth of the figure's second half is heteroserve-t3.",
-        closed(savings),
+        closed_form(savings),
         Table(("rho", "% at gamma 0.1875"), ((0.63, 31.4),)),
         remark="40.6 % observed are the price of the chosen devices, at a throughput of 81 % of the baseline's; "
         "equation 8 is "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hydra_planner.papers import hydrainfer as alone
 from hydra_planner.papers import hydrainfer_serving as serving
-from hydra_planner.papers.results import Experiment, Table, closed
+from hydra_planner.papers.results import Experiment, Table, closed_form
 from hydra_planner.workload.shapes import TABLE_3
 
 _PAPER = alone.PAPER
@@ -18,7 +18,7 @@ EXPERIMENTS = (
         "Symbols",
         "closed form",
         "Sizes of LLaVA-1.5-7B.",
-        closed(alone.notations),
+        closed_form(alone.notations),
     ),
     Experiment(
         "hydrainfer-t2",
@@ -26,7 +26,7 @@ EXPERIMENTS = (
         "Arithmetic intensity of the operations",
         "closed form",
         "The paper's formulas with the sizes of LLaVA-1.5-7B: one picture of 576 tokens, prompts and contexts of 1024.",
-        closed(alone.operations),
+        closed_form(alone.operations),
         remark="The FLOP of a decode's projections are printed as 8BH and are 8BH squared, as for one row of a "
         "prefill; the "
         "values that a decode's attention reads are printed with M and S, where they are 2BSH.",
@@ -37,7 +37,7 @@ EXPERIMENTS = (
         "Limits, and what a request needs alone",
         "closed form",
         "90th percentile over a load, on an idle H800 by its roofline.",
-        closed(alone.limits),
+        closed_form(alone.limits),
         Table(
             ("model", "data set", "TTFT s", "TPOT s"),
             tuple((model, load, *pair) for model, by_load in TABLE_3.items() for load, pair in by_load.items()),
@@ -55,7 +55,7 @@ EXPERIMENTS = (
         "LLaVA-1.5-7B on an H800; the gain rests on the share of the overlap that two streams reach, which is a guess "
         "here "
         "and is measured by the command.",
-        closed(alone.side_by_side),
+        closed_form(alone.side_by_side),
         command="hydra-engine bench colocate --model llava-1.5-7b --full",
     ),
     Experiment(
@@ -64,7 +64,7 @@ EXPERIMENTS = (
         "Arithmetic intensity over tokens, with pictures in the same step",
         "closed form",
         "Products of decoder and tower of LLaVA-1.5-7B by the formulas of Table 2.",
-        closed(alone.intensities),
+        closed_form(alone.intensities),
         remark="The caption names LLaMA1.5-7B for LLaVA-1.5-7B.",
     ),
     Experiment(
@@ -73,7 +73,7 @@ EXPERIMENTS = (
         "Throughput of each stage over its batch",
         "closed form",
         "LLaVA-1.5-7B on one H800 by its roofline, prompts and contexts of 1024.",
-        closed(alone.batches),
+        closed_form(alone.batches),
         command="hydra-engine bench encode --model llava-1.5-7b --full",
         remark="A decode of 512 contexts of 1024 tokens has 256 GiB of KV in LLaVA-1.5-7B, which one H800 cannot hold.",
     ),
@@ -103,7 +103,7 @@ EXPERIMENTS = (
         "LLaVA-NeXT-7B on an H800 by its roofline; loads of this engine that stand for the data sets (the paper "
         "prints a "
         "picture without figures).",
-        closed(alone.workload),
+        closed_form(alone.workload),
     ),
     Experiment(
         "hydrainfer-f10",

@@ -76,7 +76,7 @@ class Experiment:
     command: str = ""
 
 
-def closed(form: Callable[[], Result]) -> Callable[[Scale], Result]:
+def closed_form(form: Callable[[], Result]) -> Callable[[Scale], Result]:
     """A closed form is the same at every scale."""
 
     def run(_scale: Scale) -> Result:

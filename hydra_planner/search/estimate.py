@@ -30,20 +30,24 @@ class Bound:
     stage: str
 
 
-def seconds_of(surface: CostSurface, asked: Sequence[Work], tpot_s: float | None = None) -> RequestSeconds:
+def seconds_of(surface: CostSurface, asked: Sequence[Work], tpot_limit_s: float | None = None) -> RequestSeconds:
     """Seconds of the mean request on a device with these step times; decodes in batches as large as the limit
     allows."""
     count = len(asked)
     return RequestSeconds(
         sum(vision_seconds(surface, work) for work in asked) / count,
         sum(prefill_seconds(surface, work) for work in asked) / count,
-        sum(decode_seconds(surface, work, _batch(surface, work, tpot_s)) for work in asked) / count,
+        sum(decode_seconds(surface, work, _batch(surface, work, tpot_limit_s)) for work in asked) / count,
     )
 
 
-def _batch(surface: CostSurface, work: Work, tpot_s: float | None) -> int:
+def _batch(surface: CostSurface, work: Work, tpot_limit_s: float | None) -> int:
     batch, context = DECODES, work.prompt + work.output // 2
-    while batch > 1 and tpot_s is not None and surface.language_s(LanguageLoad(batch, batch * context)) > tpot_s:
+    while (
+        batch > 1
+        and tpot_limit_s is not None
+        and surface.language_s(LanguageLoad(batch, batch * context)) > tpot_limit_s
+    ):
         batch //= 2
     return batch
 

@@ -42,7 +42,7 @@ def check_reachable(question: Question) -> None:
     limits = question.limits
     for what, flag, limit_s, seconds in (
         ("the time to the first token", "ttft_slo", limits.ttft_s, lambda floor: floor.ttft_s),
-        ("the time between tokens", "tpot_slo", limits.tpot_s, lambda floor: floor.decode_s),
+        ("the time between tokens", "tpot_slo", limits.tpot_limit_s, lambda floor: floor.decode_s),
     ):
         best = {name: sorted(map(seconds, found))[int(SHARE * (len(found) - 1))] for name, found in floors.items()}
         name = min(best, key=lambda kind: best[kind])

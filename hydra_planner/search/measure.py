@@ -54,7 +54,7 @@ class Question:
     def limited(self) -> Question:
         """The question with the limits in the configuration of the instances, so that their budgets follow from
         them."""
-        scheduler = replace(self.config.scheduler, ttft_slo=self.limits.ttft_s, tpot_slo=self.limits.tpot_s)
+        scheduler = replace(self.config.scheduler, ttft_slo=self.limits.ttft_s, tpot_slo=self.limits.tpot_limit_s)
         return replace(self, config=replace(self.config, scheduler=scheduler))
 
 

@@ -129,7 +129,7 @@ def lasting(effort: Effort, question: Question) -> Effort:
     if effort.seconds is not None:
         return effort
     tokens = sum(row.output_tokens for row in question.rows) / len(question.rows)
-    seconds = question.limits.ttft_s + tokens * question.limits.tpot_s
+    seconds = question.limits.ttft_s + tokens * question.limits.tpot_limit_s
     return msgspec.structs.replace(effort, seconds=seconds)
 
 
@@ -152,7 +152,7 @@ def request_seconds(question: Question) -> dict[str, RequestSeconds]:
     """Seconds of the mean request by name of the kind of device."""
     asked = list(works(question.spec, question.rows[:_SAMPLE]))
     surfaces = {kind.name: kind.costs.surface for kind in question.kinds.values()}
-    return {name: seconds_of(surface, asked, question.limits.tpot_s) for name, surface in surfaces.items()}
+    return {name: seconds_of(surface, asked, question.limits.tpot_limit_s) for name, surface in surfaces.items()}
 
 
 def _candidates(question: Question, names: Sequence[str]) -> list[Candidate]:
@@ -332,6 +332,6 @@ def limits_of(question: Question, candidate: Candidate) -> list[InstanceLimits]:
 def _nothing_keeps(question: Question, entry: Entry) -> str:
     limits, point = question.limits, entry.points[-1]
     return (
-        f"no topology keeps TTFT {limits.ttft_s:g} s and TPOT {limits.tpot_s:g} s for {SHARE:.0%} of the requests at "
-        f"any rate; the best, {entry.candidate.name}, at {point.rate:.3g} requests/s: {misses(point)}"
+        f"no topology keeps TTFT {limits.ttft_s:g} s and TPOT {limits.tpot_limit_s:g} s for {SHARE:.0%} of the "
+        f"requests at any rate; the best, {entry.candidate.name}, at {point.rate:.3g} requests/s: {misses(point)}"
     )

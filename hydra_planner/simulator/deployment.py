@@ -138,7 +138,7 @@ class Deployment:
         self._rows.append(row)
         number = len(self._rows)
         at_s = self._open_s + row.at_s
-        self.agenda.schedule_at(at_s, lambda: self._preprocessing.take(row, lambda: self._submit(number, row, at_s)))
+        self.agenda.schedule_at(at_s, lambda: self._preprocessing.submit(row, lambda: self._submit(number, row, at_s)))
 
     def _submit(self, number: int, row: WorkloadRequest, arrival_s: float) -> None:
         request, pixels = self._maker.request(row, number, arrival_s)

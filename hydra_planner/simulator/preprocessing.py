@@ -37,8 +37,8 @@ class Preprocessing:
         self._decoded: set[int] = set()
         self._waiting: deque[tuple[float, Callable[[], None]]] = deque()
 
-    def take(self, row: WorkloadRequest, done: Callable[[], None]) -> None:
-        """`done` is called when the request is ready to be routed."""
+    def submit(self, row: WorkloadRequest, done: Callable[[], None]) -> None:
+        """Queues the preprocessing of a request; `done` is called when the request is ready to be routed."""
         self._waiting.append((self._work_s(row), done))
         self._next()
 
@@ -47,12 +47,12 @@ class Preprocessing:
             work_s, done = self._waiting.popleft()
             self._free -= 1
 
-            def ended(_: Job, done: Callable[[], None] = done) -> None:
+            def end_job(_: Job, done: Callable[[], None] = done) -> None:
                 self._free += 1
                 self._next()
                 done()
 
-            self._machine.run(Job(FRONTEND, HOST, work_s, ended))
+            self._machine.run(Job(FRONTEND, HOST, work_s, end_job))
 
     def _work_s(self, row: WorkloadRequest) -> float:
         pixels = 0

@@ -57,7 +57,7 @@ class _Lane:
         self._busy = True
         self._agenda.schedule_after(self._delay_s, start)
 
-    def ended(self) -> None:
+    def end_job(self) -> None:
         """The job that ran has ended."""
         if self._waiting:
             self._waiting.popleft()()
@@ -124,7 +124,7 @@ class SimulatedWorker:
         beside = {LANGUAGE: surface.vision_slowdown, VISION: self._costs.alike}
 
         def done(job: Job) -> None:
-            self._vision.ended()
+            self._vision.end_job()
             self._deliver(VisionResult(plan.step_id, job.started_s, self._agenda.now_s, (None,) * len(plan.items)))
 
         job = self._job(VISION, surface.vision_s(load), done, beside)
@@ -137,7 +137,7 @@ class SimulatedWorker:
 
         def done(job: Job) -> None:
             ended_s = self._agenda.now_s
-            self._language.ended()
+            self._language.end_job()
             self._deliver(LanguageResult(plan.step_id, job.started_s, ended_s, tokens, vision_s=job.vision_s))
 
         job = self._job(LANGUAGE, surface.language_s(load), done, beside)
@@ -161,7 +161,7 @@ class SimulatedWorker:
 
             def done() -> None:
                 valid = source.words.get(job.slot) == job.word
-                self._transfer.ended()
+                self._transfer.end_job()
                 self._deliver(PullResult(job.step_id, started_s, self._agenda.now_s, valid, num_bytes))
 
             self._agenda.schedule_after(self._around.host.pull_s, lambda: self._copy(source.device, num_bytes, done))

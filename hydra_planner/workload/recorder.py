@@ -61,7 +61,7 @@ class WorkloadRecorder:
         """True once there are as many lines as a file may have."""
         return self.num_lines >= MAX_REQUESTS
 
-    def ended(self, request: Request, facts: CallFacts, result: Result) -> None:
+    def record_request(self, request: Request, facts: CallFacts, result: Result) -> None:
         """Adds a request that has ended. Of several answers to one prompt, the longest counts."""
         num_tokens, arrival_s = result.usage.completion_tokens, request.arrival_s
         if not num_tokens or not self._began_s <= arrival_s > self._released_s or self.full:

@@ -60,7 +60,7 @@ class Recording:
 
     def _ended(self, active: ActiveRequest, result: Result) -> None:
         if self._recorder is not None and active.facts is not None:
-            self._recorder.ended(active.request, active.facts, result)
+            self._recorder.record_request(active.request, active.facts, result)
 
     async def _release_often(self, recorder: WorkloadRecorder, frontend: Frontend) -> None:
         while not recorder.full:

@@ -176,7 +176,7 @@ def test_three_failures_in_a_row_are_hopeless() -> None:
         pairs.report("e0", "p0", False, "other blocks", now)
         assert pairs.find_hopeless() is None
         pairs.connected(("e0", "p0"), now + 1)
-    pairs.failed(("e0", "p0"), "no descriptors left", 5.0)
+    pairs.record_failure(("e0", "p0"), "no descriptors left", 5.0)
     assert pairs.find_hopeless() == (("e0", "p0"), "no descriptors left")
     pairs.connected(("e0", "p0"), 6.0)
     up(pairs, "e0", "p0")

@@ -35,16 +35,16 @@ class FaultyMigration(Migration):
 
     # ---- requests
 
-    def add(self, message: Submit | Encode) -> None:
+    def on_accepted(self, message: Submit | Encode) -> None:
         self._requests[message.request.id] = message.request
-        super().add(message)
+        super().on_accepted(message)
 
     def hand_over(self, request: Request, target: str, now: float) -> None:
         self._requests[request.id] = request
         super().hand_over(request, target, now)
 
-    def finished(self, request_id: RequestId) -> None:
-        super().finished(request_id)
+    def on_finished(self, request_id: RequestId) -> None:
+        super().on_finished(request_id)
         self._requests.pop(request_id, None)
 
     # ---- points

@@ -119,11 +119,11 @@ def test_more_load_does_not_shorten_the_tail(topology: str) -> None:
 
 def test_limits_are_told_to_the_instances_and_kept_where_that_is_easy() -> None:
     limits = Limits(2.0, 0.03)
-    told = replace(site().config.scheduler, ttft_slo=limits.ttft_s, tpot_slo=limits.tpot_s)
+    told = replace(site().config.scheduler, ttft_slo=limits.ttft_s, tpot_slo=limits.tpot_limit_s)
     deployment, records = run("3EPD", 4.0, count=20, at=replace(site(), config=replace(site().config, scheduler=told)))
     assert limits.attainment(records) == 1.0
-    assert all(result.metrics.slo.tpot_limit_s == limits.tpot_s for result in deployment.results.values())
-    assert (quantile([gap for record in records for gap in record.gaps()], 0.99) or 1.0) < limits.tpot_s
+    assert all(result.metrics.slo.tpot_limit_s == limits.tpot_limit_s for result in deployment.results.values())
+    assert (quantile([gap for record in records for gap in record.gaps()], 0.99) or 1.0) < limits.tpot_limit_s
 
 
 def test_phases_of_simulated_requests_add_up() -> None:

@@ -49,7 +49,7 @@ class Recorder:
         text = text if text is not None else [1, 2, 3]
         request = prompt(number, at_s, text, pictures, salt)
         videos = tuple(item if isinstance(item, VideoInfo) else None for item in pictures)
-        self.recorder.ended(request, CallFacts(RequestId(number), len(text), videos), result(tokens, secret))
+        self.recorder.record_request(request, CallFacts(RequestId(number), len(text), videos), result(tokens, secret))
 
     def release(self, oldest_s: float = math.inf) -> list[WorkloadRequest]:
         lines = self.recorder.release(oldest_s)
@@ -147,7 +147,7 @@ def test_what_has_no_tokens_or_came_before_has_no_line() -> None:
 @pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.ERROR])
 def test_what_was_cut_off_has_what_was_generated(reason: FinishReason) -> None:
     recorder = Recorder()
-    recorder.recorder.ended(prompt(1, 0.0, [1]), CallFacts(RequestId(1), 1, ()), result(3, reason=reason))
+    recorder.recorder.record_request(prompt(1, 0.0, [1]), CallFacts(RequestId(1), 1, ()), result(3, reason=reason))
     assert [row.output_tokens for row in recorder.release()] == [3]
 
 
@@ -155,7 +155,7 @@ def test_several_answers_are_one_request_with_the_longest() -> None:
     recorder = Recorder()
     for answer, tokens in ((10, 4), (11, 9), (12, 6)):
         request = replace(prompt(1, 1.0, [1, 2]), id=RequestId(answer))
-        recorder.recorder.ended(request, CallFacts(RequestId(1), 2, ()), result(tokens))
+        recorder.recorder.record_request(request, CallFacts(RequestId(1), 2, ()), result(tokens))
         assert recorder.release(BEGAN_S + 1.0) == []
     assert [row.output_tokens for row in recorder.release()] == [9]
 
@@ -227,7 +227,7 @@ def test_a_picture_changes_what_is_behind_it_alone() -> None:
         spans = [replace(item, start=item.start - 1 + BLOCK_TOKENS) for item in base.images]
         ids = [*text[:BLOCK_TOKENS], *[0] * 2 * IMAGE_TOKENS, *text[BLOCK_TOKENS:]]
         request = replace(base, prompt_token_ids=tuple(ids), images=tuple(spans))
-        recorder.recorder.ended(request, CallFacts(RequestId(number), len(text), (None,)), result(1))
+        recorder.recorder.record_request(request, CallFacts(RequestId(number), len(text), (None,)), result(1))
     assert [(row.session, row.shared_tokens) for row in recorder.release()] == [(0, 0), (0, BLOCK_TOKENS)]
 
 

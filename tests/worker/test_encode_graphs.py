@@ -119,7 +119,7 @@ def made(directory: Path, sizes: Callable[[Bench], Sequence[int]], device: LateD
     bench = Bench(model, spec.vision, device, EncodeGraphs(model.tower, backend, caches[0], ()), *caches)
     bench.graphs.sizes = tuple(sizes(bench))
     bench.graphs.prepare()
-    for partition, size in bench.graphs.wanted:
+    for partition, size in bench.graphs.capture_order:
         bench.graphs.capture(partition, size)
     device.replays.clear()
     return bench
@@ -238,7 +238,7 @@ def test_a_table_that_was_reserved_stays_where_it_is() -> None:
 def test_the_largest_is_captured_first_and_all_of_them_for_every_partition(checkpoints: Callable[[str], Path]) -> None:
     bench = made(checkpoints("llava"), two_sizes, LateDevice(num_partitions=2))
     small, large = bench.graphs.sizes
-    assert bench.graphs.wanted == [(0, large), (0, small), (1, large), (1, small)]
+    assert bench.graphs.capture_order == [(0, large), (0, small), (1, large), (1, small)]
     assert bench.graphs.num_bytes == 4000 and bench.graphs.largest == large
     bench.device.partitions.here = 1
     bench.expected(PICTURES[2])

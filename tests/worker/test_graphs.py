@@ -302,8 +302,8 @@ def test_the_largest_is_captured_first_and_all_of_them_for_every_partition(model
     graphs, encodes = rig.worker._language.graphs, rig.worker._vision.graphs
     assert graphs is not None and encodes is not None
     mixed = [(tokens, 6) for tokens in (512, 384, 256, 128, 64, 32, 16)]
-    assert [graphs._order[number] for _, number in graphs.wanted] == [*mixed, 6, 4, 2, 1] * 2
-    total = 22 + len(encodes.wanted)
+    assert [graphs._order[number] for _, number in graphs.capture_order] == [*mixed, 6, 4, 2, 1] * 2
+    total = 22 + len(encodes.capture_order)
     assert seen == [(done, total) for done in range(1, total + 1)]
     assert graphs.special._inputs is not None  # which all sizes share, as the counts of tokens
     tables = *graphs.special._inputs, graphs.special._slot_table.counts(0)
@@ -403,7 +403,7 @@ def test_graphs_that_do_not_fit_are_left_out_and_requests_served(model_dir: Path
         300: [16, 32, 64, 128, 256],
     }[max_tokens]
     assert bool(graphs.decodes._captured) == (max_tokens > 0)
-    number = len(graphs.wanted) - len(graphs.mixed._captured) - len(graphs.decodes._captured)
+    number = len(graphs.capture_order) - len(graphs.mixed._captured) - len(graphs.decodes._captured)
     (note,) = rig.worker.notes
     assert note.startswith(f"{number} graphs of language steps are left out, the device has no memory for them")
     device.replays.clear()

@@ -51,7 +51,7 @@ def test_rows_score_the_tokens_behind_them_in_slices_of_any_size() -> None:
     plan = step(chunk(first, 1, 4), chunk(plain, 0, 2, scored=False), chunk(last, 0, 3))
     scoring = PromptScoring.from_plan(plan, [first, plain, last])
     assert scoring is not None
-    wanted = scoring.wanted(CpuDevice(1))
+    wanted = scoring.scored_rows(CpuDevice(1))
     assert wanted.rows.tolist() == [2, 3, 4, 7, 8], "behind two decodes; the last token of a prompt scores nothing"
     rows = logits(5)
     for part in rows.split(2):
@@ -73,7 +73,7 @@ def test_a_row_that_is_not_finite_fails_its_request_alone() -> None:
     assert scoring is not None
     rows = logits(4)
     rows[1, 5] = math.nan
-    scoring.wanted(CpuDevice(1)).take(rows)
+    scoring.scored_rows(CpuDevice(1)).take(rows)
     samples = Samples(np.array([4, 4, 6, 6]))
     scoring.put(samples)
     assert [(row, error.code) for row, error in samples.failures] == [(2, "numerical_error")]
@@ -85,7 +85,7 @@ def test_a_placeholder_beyond_the_head_is_impossible() -> None:
     owner = record(7, (1, VOCABULARY + 5), 1)
     scoring = PromptScoring.from_plan(step(chunk(owner, 0, 2)), [owner])
     assert scoring is not None
-    scoring.wanted(CpuDevice(1)).take(logits(1))
+    scoring.scored_rows(CpuDevice(1)).take(logits(1))
     samples = Samples.none(3)
     scoring.put(samples)
     ((_, (entry,)),) = samples.scores

@@ -320,8 +320,8 @@ class _StepRecording(NamedTuple):
 
 
 class RecordedDecode:
-    """The result of `Ops.recorded`: the decode step, recorded at the first call with a number of rows, and again if it
-    comes with other angles or caches, else replayed.
+    """The result of `Ops.record_decode`: the decode step, recorded at the first call with a number of rows, and again
+    if it comes with other angles or caches, else replayed.
 
     Calls `decode` itself for more than MAX_RECORDED_ROWS rows or none, and always once a recording has failed because
     torch computes a part. Logits are valid until the next call. Not thread-safe: only one lane may call it.
@@ -528,7 +528,7 @@ class NativeOps(CacheOps, StateOps, SamplingOps, ComposedOps):
     layer_norm = staticmethod(native_linear.layer_norm)
     act_and_mul = staticmethod(native_linear.act_and_mul)
     rotate = staticmethod(native_linear.rotate)
-    recorded = staticmethod(RecordedDecode)
+    record_decode = staticmethod(RecordedDecode)
 
     def choices(self) -> tuple[OpChoice, ...]:
         return tuple(OpChoice(op, *_choice(op, _C.isa())) for op in ALL_OPS)

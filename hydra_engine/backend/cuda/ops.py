@@ -237,7 +237,7 @@ class CudaOps(CudaCacheOps, ComposedOps):
         """Returns (rms_norm(s), s), s = x + residual, which overwrites `residual`."""
         return add_rms_norm(x, residual, weight, eps), residual
 
-    def recorded(self, decode: Decode) -> Decode:
+    def record_decode(self, decode: Decode) -> Decode:
         """Returns `decode`: on CUDA whole steps are graphs, ops are not recorded."""
         return decode
 

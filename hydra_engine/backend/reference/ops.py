@@ -217,7 +217,7 @@ class ReferenceOps(ComposedOps):
     def choices(self) -> tuple[OpChoice, ...]:
         return tuple(OpChoice(op, "reference", self._reason) for op in ALL_OPS)
 
-    def recorded(self, decode: Decode) -> Decode:
+    def record_decode(self, decode: Decode) -> Decode:
         return decode
 
     # ---- linear algebra

@@ -229,7 +229,7 @@ class Decoder:
         final_norm = RmsNorm(model.child("norm"), spec.hidden_size, spec.rms_eps, centred=spec.centred_norms)
         self._next_norms = (*(layer.input_norm for layer in self._layers[1:]), final_norm)
         self._rotary = RotaryTable(spec, scope.device)
-        self._decodes = scope.ops.recorded(self._decode)
+        self._decodes = scope.ops.record_decode(self._decode)
         model.skip("rotary_emb.", *(f"layers.{i}.self_attn.rotary_emb." for i in range(spec.num_layers)))
 
     def _fill_tied_head(self, weight: Tensor | QuantizedWeight) -> None:
@@ -271,8 +271,8 @@ class Decoder:
     def _decode(
         self, token_ids: Tensor, positions: Tensor, angles: Tensor, cache: PagedCache, step: StepInputs
     ) -> Tensor:
-        """Returns the logits [T, V] of a step of decodes, as a `Decode` that `Ops.recorded` can record. angles: the
-        rotary table."""
+        """Returns the logits [T, V] of a step of decodes, as a `Decode` that `Ops.record_decode` can record. angles:
+        the rotary table."""
         return self._head(self._run(self._embed(token_ids), angles_at(angles, positions), cache, step))
 
     def _run(

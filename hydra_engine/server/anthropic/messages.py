@@ -59,7 +59,7 @@ from hydra_engine.server.protocol.anthropic import (
 from hydra_engine.server.protocol.fields import pixel_budget
 from hydra_engine.server.state import STATE, client_of, loaded_engine
 from hydra_engine.server.tools.reasoning import Thinking
-from hydra_engine.server.tools.tool_calls import ParsedCall, ToolUse, parsed
+from hydra_engine.server.tools.tool_calls import ParsedCall, ToolUse, join_events
 from hydra_engine.server.tools.tool_objects import CallArguments, CallStart, Content, Event, Reasoning
 from hydra_engine.server.tools.tool_parsers import PlainText
 
@@ -115,7 +115,7 @@ class MessageAnswer(Answer):
         self._call: list[Event] = []  # start and arguments of a call that is not complete yet
 
     def full_answer(self, result: Result) -> AnthropicMessage:
-        items = parsed([*self._parser.parse(result.text), *self._parser.finish()])
+        items = join_events([*self._parser.parse(result.text), *self._parser.finish()])
         content = [self._block(item) for item in (items[:-1] if self._parser.is_cut else items)] or [OutputBlock("")]
         has_calls = any(isinstance(block, ToolUseOutput) for block in content)
         reason, sequence = stop_of(result, has_calls=has_calls)
@@ -172,7 +172,7 @@ class MessageAnswer(Answer):
     def _end_call(self) -> list[AnyMessageEvent]:
         """The events of the block of a complete call, from its start to its end."""
         events: list[AnyMessageEvent] = []
-        for item in parsed(self._call):
+        for item in join_events(self._call):
             block = self._block(item)
             if isinstance(block, ToolUseOutput) and isinstance(item, ParsedCall):
                 self._has_calls = True

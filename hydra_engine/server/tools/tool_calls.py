@@ -146,7 +146,7 @@ def dialect_of(configured: str, chat_template: str | None) -> str:
     return "qwen3_coder" if FUNCTION in template else "hermes"
 
 
-def parsed(events: Iterable[Event]) -> list[str | Reasoning | ParsedCall]:
+def join_events(events: Iterable[Event]) -> list[str | Reasoning | ParsedCall]:
     """The texts, calls and reasoning of a complete answer, in order."""
     items: list[tuple[Event, list[str]]] = []
     for event in events:
@@ -176,7 +176,7 @@ class ReadAnswer(NamedTuple):
 
 def collect(events: Iterable[Event]) -> ReadAnswer:
     """The text, calls and reasoning of a complete answer, each joined."""
-    items = parsed(events)
+    items = join_events(events)
     calls = tuple(item for item in items if isinstance(item, ParsedCall))
     reasoning = "".join(item.text for item in items if isinstance(item, Reasoning))
     return ReadAnswer("".join(item for item in items if isinstance(item, str)), calls, reasoning)

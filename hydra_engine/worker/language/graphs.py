@@ -689,7 +689,7 @@ class StepGraphs:
 
     def prepare(self) -> None:
         """Allocates the inputs of the steps' graphs (those of special rows: at the first capture) and drops sizes that
-        cannot be captured. Call it before `wanted` and the first capture."""
+        cannot be captured. Call it before `capture_order` and the first capture."""
         self.decodes.prepare()
         self.mixed.prepare()
 
@@ -699,14 +699,14 @@ class StepGraphs:
         return [*reversed(self.mixed.sizes), *reversed(self.decodes.sizes)]
 
     @property
-    def wanted(self) -> list[tuple[int, int]]:
+    def capture_order(self) -> list[tuple[int, int]]:
         """(partition, number of the step there) of all steps to capture, in capture order: per partition steps with
         prompts first, and the largest first, whose memory the smaller ones reuse."""
         partitions = range(self._device.partitions.count)
         return [(partition, number) for partition in partitions for number in range(len(self._order))]
 
     def capture(self, partition: int, number: int) -> None:
-        """Captures a step of `wanted`, with the graph of its special rows. No step may be in flight."""
+        """Captures a step of `capture_order`, with the graph of its special rows. No step may be in flight."""
         size = self._order[number]
         if isinstance(size, MixedSize):
             self.mixed.capture(partition, size)

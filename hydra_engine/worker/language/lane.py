@@ -88,7 +88,7 @@ class Pending:
             fence.result()
         if self.slot_owners is None:
             return
-        failed_rows = slot_table.failed(self.slot_owners)
+        failed_rows = slot_table.failed_rows_of(self.slot_owners)
         if failed_rows:
             self.samples.drop(failed_rows)
             self.fail(failed_rows, FAILED_EARLIER)

@@ -177,9 +177,9 @@ class SlotTable:
     def failed_rows(self, plan: LanguagePlan) -> list[int]:
         """Rows of the current step's plan whose request failed in an earlier step, ascending. Call `begin_step`
         first."""
-        return self.failed(self.slot_owners(plan)) if self._any_failed else []
+        return self.failed_rows_of(self.slot_owners(plan)) if self._any_failed else []
 
-    def failed(self, slot_owners: SlotOwners) -> list[int]:
+    def failed_rows_of(self, slot_owners: SlotOwners) -> list[int]:
         """Rows, ascending, whose request has a recorded failure in an earlier step, since it last started.
         Thread-safe."""
         if not self._any_failed:
@@ -266,13 +266,13 @@ class SlotTable:
         """Stores the slots' last tokens; both on the device."""
         self.last_tokens.index_copy_(0, seq_slots, token_ids)
 
-    def written(self, seq_slots: Int64s) -> None:
+    def mark_written(self, seq_slots: Int64s) -> None:
         """Records that the device has a token of these slots' current requests."""
         self._has_token[seq_slots] = True
 
     def put(self, seq_slots: Int64s, token_ids: Int64s) -> None:
-        """Stores the slots' last tokens from host arrays and records them as `written` does. Only for a synchronous
-        device."""
+        """Stores the slots' last tokens from host arrays and records them as `mark_written` does. Only for a
+        synchronous device."""
         self.last_tokens.numpy()[seq_slots] = token_ids
         self._has_token[seq_slots] = True
 

@@ -104,7 +104,7 @@ class PromptScoring:
         """Scoring of the plan; None if no chunk is scored."""
         return cls(plan, records) if any(chunk.scored for chunk in plan.chunks) else None
 
-    def wanted(self, device: Device) -> Scored:
+    def scored_rows(self, device: Device) -> Scored:
         """The rows whose logits the model must pass to this scoring, sent to `device`."""
         (rows,) = device.send((np.array(self._rows, dtype=np.int64),))
         return Scored(rows, self._take)
@@ -142,7 +142,7 @@ def _score(raw: Scores, token_id: int, num_top: int) -> TokenLogprobs:
     return TokenLogprobs(token_id, -math.inf, raw.size + 1, top)
 
 
-def sampled(num_rows: int, rows: Int64s, token_ids: Int64s) -> Samples:
+def make_samples(num_rows: int, rows: Int64s, token_ids: Int64s) -> Samples:
     """Returns the samples of a step of `num_rows` rows, of which `rows` got `token_ids`; token -1 marks a row that
     failed because its logits are not finite."""
     if len(rows) == num_rows:
@@ -187,7 +187,7 @@ class PendingSamples(NamedTuple):
         if not arrays:
             return Samples.none(self.num_rows)
         token_ids, finite, *scores = arrays
-        samples = sampled(self.num_rows, self.rows, np.where(finite, token_ids, -1))
+        samples = make_samples(self.num_rows, self.rows, np.where(finite, token_ids, -1))
         for index, error in self.failures:
             row = int(self.rows[index])
             if samples.token_ids[row] >= 0:
@@ -301,7 +301,7 @@ class LanguageStep:
         replay has overwritten their last tokens, so the step cannot be run again."""
         sampling, fetch = context.sampling, self._parts.device.fetch
         sampled_rows = replay.launch()
-        self._slot_table.written(sampling.seq_slots)
+        self._slot_table.mark_written(sampling.seq_slots)
         if not sampling.special.size:
             return PendingSamples(plan.num_rows, sampling.rows, fetch(sampled_rows if len(sampling.rows) else ()))
         # The replay has overwritten the rows' last tokens, so the step cannot be run again.
@@ -343,7 +343,7 @@ class LanguageStep:
             parts.device,
             image_block_size=1 if parts.image_cache is None else parts.image_cache.block_size,
             states=parts.states,
-            scored=None if scoring is None else scoring.wanted(parts.device),
+            scored=None if scoring is None else scoring.scored_rows(parts.device),
             beside=beside,
         )
 
@@ -354,7 +354,7 @@ class LanguageStep:
         logits = self._forward(inputs)
         if len(sampling.rows):
             token_ids: Int64s = self._parts.ops.best_tokens(logits).numpy()
-            samples = sampled(plan.num_rows, sampling.rows, token_ids)
+            samples = make_samples(plan.num_rows, sampling.rows, token_ids)
         else:
             samples = Samples.none(plan.num_rows)
         if context.scoring is not None:
@@ -386,7 +386,7 @@ class LanguageStep:
                 tokens, outcome = found[0], PendingSamples(plan.num_rows, sampling.rows, parts.device.fetch(found[:2]))
             if slot_table.asynchronous:
                 slot_table.write(device_slots, tokens)
-                slot_table.written(sampling.seq_slots)
+                slot_table.mark_written(sampling.seq_slots)
             else:
                 slot_table.put(sampling.seq_slots, tokens.numpy())
         if slot_table.asynchronous and context.scoring is None:

@@ -96,7 +96,7 @@ def _holds(needs: Needs, own_bytes: int, limits: SchedulerConfig) -> bool:
     if limits.max_running_requests == DEFAULT_REQUESTS or needs.config.scheduler.max_num_seqs is not None:
         return True  # there are no fewer to take
     kv_bytes = left_bytes - _steps_bytes(larger) - larger.usual_cache_bytes + larger.state_bytes
-    given = larger.given("kv", larger.kv_block_bytes)
+    given = larger.configured_blocks("kv", larger.kv_block_bytes)
     num_blocks = max(kv_bytes, 0) // larger.kv_block_bytes if given is None else given
     return num_blocks * needs.config.cache.block_size >= MIN_CONTEXT * limits.max_running_requests
 

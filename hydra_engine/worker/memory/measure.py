@@ -81,7 +81,7 @@ class _Peaks:
         counts = counts_of_largest(scheduler.max_step_tokens, scheduler.max_running_requests, self._max_model_len)
         return self._peak(partial(self._forward, counts, scored=True, merged=True))
 
-    def captured(self, size: MixedSize) -> int:
+    def captured_bytes(self, size: MixedSize) -> int:
         """Peak bytes of a step of this size, whose tokens all take image features if there is an image cache."""
         counts = counts_of_largest(*size, self._max_model_len)
         return self._peak(partial(self._forward, counts, scored=False, merged=True))

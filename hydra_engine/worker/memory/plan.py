@@ -89,7 +89,7 @@ class Needs:
                 return "--" + name.replace("_", "-")
         return ""
 
-    def given(self, kind: str, block_bytes: int, reasons: list[str] | None = None) -> int | None:
+    def configured_blocks(self, kind: str, block_bytes: int, reasons: list[str] | None = None) -> int | None:
         """Blocks of a cache (`kind`: kv or image) as configured; None if the configuration leaves it open. Appends a
         note on the flag to `reasons`, unless that is None."""
         flag = self.flag(kind)
@@ -111,7 +111,7 @@ class Needs:
     def given_kv_bytes(self) -> int:
         """Bytes of the KV cache as configured; 0 if the configuration leaves it open or the role has no language
         steps."""
-        given = self.given("kv", self.kv_block_bytes) if self.role.needs_language else None
+        given = self.configured_blocks("kv", self.kv_block_bytes) if self.role.needs_language else None
         return self.kv_block_bytes * (given or 0)
 
     @property
@@ -120,7 +120,7 @@ class Needs:
         total = self.state_bytes + self.given_kv_bytes
         if self.pictures is not None:
             per_image, block_bytes = self.image_sizes(self.pictures)
-            given = self.given("image", block_bytes)
+            given = self.configured_blocks("image", block_bytes)
             total += block_bytes * (self.wanted_images * per_image if given is None else given)
         return total
 
@@ -301,7 +301,7 @@ def _kv(needs: Needs, room_bytes: int, reasons: list[str], *, filled: bool) -> t
     if config.cache.kv_cache_dtype == "int8":
         reasons.append("KV cache: int8 with one scale for each token and head")
     block_bytes = needs.kv_block_bytes
-    given = needs.given("kv", block_bytes, reasons)
+    given = needs.configured_blocks("kv", block_bytes, reasons)
     if given is not None:
         num_blocks = given
     elif filled:
@@ -362,7 +362,7 @@ def _images(needs: Needs, max_bytes: int, beside_bytes: int, reasons: list[str])
     if needs.pictures is None:
         return CacheSize("image")
     per_image, block_bytes = needs.image_sizes(needs.pictures)
-    num_blocks = needs.given("image", block_bytes, reasons)
+    num_blocks = needs.configured_blocks("image", block_bytes, reasons)
     if num_blocks is None:
         max_bytes = min(max_bytes, max(beside_bytes, per_image * block_bytes))
         num_blocks = min(needs.wanted_images * per_image, max_bytes // block_bytes)

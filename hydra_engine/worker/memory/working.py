@@ -133,7 +133,7 @@ class LargestSteps(Protocol):
         """Bytes of the largest step with prompts, scored ones among them."""
         ...
 
-    def captured(self, size: MixedSize) -> int:
+    def captured_bytes(self, size: MixedSize) -> int:
         """Bytes of a captured step of this size."""
         ...
 
@@ -171,7 +171,7 @@ def _step_graphs(
     if not sizes:
         return [FewerGraphs(0, decode_bytes + GRAPH_BYTES)]
     largest, found = sizes[-1].tokens, list[FewerGraphs]()
-    bytes_of_largest = steps.captured(sizes[-1])
+    bytes_of_largest = steps.captured_bytes(sizes[-1])
     for tokens in (largest, *(largest >> halved for halved in range(1, 4) if largest >> halved >= FEW_TOKENS), 0):
         computed_in = max(decode_bytes, -(-bytes_of_largest * tokens // largest))
         number = sum(size.tokens <= tokens for size in sizes)
@@ -196,7 +196,7 @@ class _Estimates:
     def prefill(self) -> int:
         return self._step(self.config.scheduler.max_step_tokens, SCORED_ROWS)
 
-    def captured(self, size: MixedSize) -> int:
+    def captured_bytes(self, size: MixedSize) -> int:
         return self._step(size.tokens, 0)
 
     def _step(self, num_tokens: int, num_scored: int) -> int:

@@ -134,10 +134,10 @@ class LaneGate(Gate):
 
 
 class _Piece(NamedTuple):
-    """The work launched between two checkpoints. The device begins it after mark `behind`, and not before `begun_s` on
+    """The work launched between two checkpoints. The device begins it after `begin_mark`, and not before `begun_s` on
     the host's clock."""
 
-    behind: Mark
+    begin_mark: Mark
     mark: Mark
     begun_s: float
     kind: int  # bit length of the encode's patches: such pieces take about the same time
@@ -280,7 +280,7 @@ class DeviceGate(Gate):
         now = self._clock.now()
         while self._in_flight and self._in_flight[0].mark.is_done():
             piece = self._in_flight.popleft()
-            took_s = piece.mark.seconds_since(piece.behind)
+            took_s = piece.mark.seconds_since(piece.begin_mark)
             begun_s = max(self._done_s, piece.begun_s)
             self._done_s = min(now, begun_s + took_s)
             self._expected[piece.kind] = max(took_s, EXPECTED_KEPT * self._expected.get(piece.kind, 0.0))

@@ -114,7 +114,7 @@ class EncodeGraphs:
                 self._tower.reserve(self._patches.shape[0])
 
     @property
-    def wanted(self) -> list[tuple[int, int]]:
+    def capture_order(self) -> list[tuple[int, int]]:
         """(partition, size) of all graphs, per partition the largest first, whose memory the smaller ones reuse."""
         return [
             (partition, size) for partition in range(self._device.partitions.count) for size in reversed(self.sizes)
