@@ -26,8 +26,8 @@ _TOKEN_BYTES = 8
 
 
 def chain_seed(block_size: int, cache_salt: str = "") -> BlockHash:
-    """Hash that the first block of a chain has as its parent's. Requests with different salts, and caches with
-    different block sizes, share nothing."""
+    """The parent hash of the first block of a chain. Requests with different salts, and caches with different block
+    sizes, share nothing."""
     data = struct.pack("<I", block_size) + cache_salt.encode("utf-8", "surrogatepass")
     return BlockHash(blake2b(data, digest_size=_HASH_BYTES, person=b"hydra-seed").digest())
 

@@ -115,7 +115,7 @@ def check_slots(seq_slots: SlotPool) -> None:
 def check_features(features: FeatureCache) -> None:
     """Raises AssertionError unless exactly the entries that are ENCODING or ENCODED have blocks, shared by no two, of
     all entries exactly the ENCODED ones can be found by their hashes (none if nothing is kept for reuse), and entries
-    without users are ENCODING. Checks the tables too."""
+    without users are ENCODING; and as `check_tables`."""
     check_tables(features._blocks)
     holding = {key for key, entry in features._entries.items() if entry.progress != ImageProgress.WAITING}
     assert holding == features._blocks.tables.keys(), "entries and blocks disagree"

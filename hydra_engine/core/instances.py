@@ -53,7 +53,8 @@ EPD = Role.E | Role.P | Role.D
 
 
 def role_of(name: str) -> Role:
-    """The role with which an instance of this name starts, for example PD for pd0 (see `Topology.names`)."""
+    """The role with which an instance of this name starts, for example PD for pd0 (see `Topology.names`). Raises
+    ConfigError for a name without a role."""
     return Role.parse(name.rstrip("0123456789").upper())
 
 

@@ -111,8 +111,9 @@ class StepReport(msgspec.Struct, frozen=True):
 
 
 class StepSpeeds(msgspec.Struct, frozen=True):
-    """Mean seconds of an instance's steps by the bit length of their size: rows of a language step, patches of a vision
-    step. Language steps count only if no vision ran beside them. Sizes with too few steps are missing."""
+    """Moving means of the seconds of an instance's steps by the bit length of their size: rows of a language step,
+    patches of a vision step. Language steps count only if no vision ran beside them. Sizes with too few steps are
+    missing."""
 
     prefill: dict[int, float] = {}  # language steps with chunks of prompts
     decode: dict[int, float] = {}  # language steps of decodes only

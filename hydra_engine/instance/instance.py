@@ -382,13 +382,13 @@ class MigrationPort:
         """Called when a request has ended. Withdraws what it still offers, and refuses what is offered for it."""
 
     def drain(self, now: float, outgoing: list[ToFrontend]) -> list[RequestMessage]:
-        """Handles messages of peers and expired leases. Returns messages of requests that ended by that, and appends to
-        `outgoing` which peers are up or down."""
+        """Handles messages of peers and what has expired, and sends renewals and offers that waited. Returns messages
+        of requests that ended by that, and appends to `outgoing` which peers are up or down."""
         return []
 
     def take_events(self, now: float) -> Iterable[Finished | NeedImages | NeedDecoder]:
         """Carries out the scheduler's latest decisions that concern other instances, and yields messages for the
-        frontend, in order."""
+        frontend, in order. May do so only while it is iterated: the caller must exhaust it."""
         return ()
 
     def plan_pulls(self, now: float) -> list[PullPlan]:

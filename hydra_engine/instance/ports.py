@@ -159,7 +159,8 @@ class PeerPort(Protocol):
         ...
 
     def send(self, name: str, messages: Sequence[TransferMessage]) -> None:
-        """Sends messages without blocking. Drops messages to a peer that is down, which `drain` reports."""
+        """Sends messages without blocking to the incarnation whose PeerUp was drained last. Drops them if there is
+        none, or if its connection has ended, which `drain` reports."""
         ...
 
 
