@@ -12,6 +12,10 @@
 #include "cpu/isa.h"
 #include "cpu/thread_pool.h"
 
+#if HYDRA_X86
+#include <immintrin.h>
+#endif
+
 namespace hydra {
 namespace {
 
@@ -72,15 +76,64 @@ const T* row_of(const LogitRows& logits, int64_t row) {
   return static_cast<const T*>(logits.data) + row * logits.stride;
 }
 
+#if HYDRA_X86
+// The largest of the numbers, whose count is a multiple of 8; NaN if any is not finite.
+HYDRA_TARGET_AVX2 double largest_avx2(const double* x, int64_t count) {
+  __m256d low = _mm256_loadu_pd(x), high = low, odd = _mm256_setzero_pd();
+  for (int64_t i = 0; i < count; i += 8) {
+    const __m256d first = _mm256_loadu_pd(x + i), second = _mm256_loadu_pd(x + i + 4);
+    low = _mm256_max_pd(first, low);
+    high = _mm256_max_pd(second, high);
+    odd = _mm256_add_pd(odd, _mm256_add_pd(_mm256_sub_pd(first, first), _mm256_sub_pd(second, second)));
+  }
+  double largest[4], sums[4];
+  _mm256_storeu_pd(largest, _mm256_max_pd(low, high));
+  _mm256_storeu_pd(sums, odd);
+  return *std::max_element(largest, largest + 4) + (sums[0] + sums[1] + sums[2] + sums[3]);
+}
+#endif
+
 // Where the first of the largest numbers is; -1 if any is not finite.
-template <class T>
-int64_t best_of(const T* x, int64_t columns) {
-  int64_t best = 0;
-  for (int64_t i = 0; i < columns; ++i) {
+int64_t best_of(const double* x, int64_t columns) {
+  int64_t best = 0, begin = 0;
+#if HYDRA_X86
+  if (columns >= 8 && current_isa() >= Isa::avx2) {
+    begin = columns - columns % 8;
+    const double largest = largest_avx2(x, begin);
+    if (std::isnan(largest)) return -1;
+    best = std::find(x, x + begin, largest) - x;
+  }
+#endif
+  for (int64_t i = begin; i < columns; ++i) {
     if (!std::isfinite(x[i])) return -1;
     if (x[i] > x[best]) best = i;
   }
   return best;
+}
+
+// The score within the range of float32, as an adjusted logit; a logit that is not finite stays.
+template <class T>
+__attribute__((always_inline)) inline T clamped(T logit, double score) {
+  const T limited = static_cast<T>(std::min(std::max(score, kLowest), -kLowest));
+  return std::fabs(logit) <= std::numeric_limits<T>::max() ? limited : logit;
+}
+
+template <class T>
+__attribute__((always_inline)) inline void clamp_in(const T* x, T* out, int64_t columns) {
+  for (int64_t i = 0; i < columns; ++i) out[i] = clamped(x[i], static_cast<double>(x[i]));
+}
+
+#if HYDRA_X86
+HYDRA_TARGET_AVX2 void clamp_avx2(const float* x, float* out, int64_t columns) { clamp_in(x, out, columns); }
+HYDRA_TARGET_AVX2 void clamp_avx2(const double* x, double* out, int64_t columns) { clamp_in(x, out, columns); }
+#endif
+
+template <class T>
+void clamp_all(const T* x, T* out, int64_t columns) {
+#if HYDRA_X86
+  if (current_isa() >= Isa::avx2) return clamp_avx2(x, out, columns);
+#endif
+  clamp_in(x, out, columns);
 }
 
 // The k-th largest of x, 0 < k <= x.size(): the root of a heap of the k largest so far, or for many a selection.
@@ -208,7 +261,12 @@ void sample_part(const SampleCall& call, int64_t begin, int64_t end) {
   Draw draw;
   for (int64_t row = begin; row < end; ++row) {
     const T* x = row_of<T>(call.logits, row);
-    const int64_t best = sizeof(T) == 4 ? call.tokens[row] : best_of(x, call.logits.columns);
+    int64_t best;
+    if constexpr (sizeof(T) == 4) {
+      best = call.tokens[row];  // found before
+    } else {
+      best = best_of(x, call.logits.columns);
+    }
     call.finite[row] = best >= 0;
     call.tokens[row] = std::max<int64_t>(best, 0);
     if (best < 0 || !(call.temperatures[row] > 0.0)) continue;
@@ -217,10 +275,27 @@ void sample_part(const SampleCall& call, int64_t begin, int64_t end) {
   }
 }
 
+// Calls `visit(i)` for all i whose count is not 0. Most are 0: eight are skipped at once.
+template <class Visit>
+void visit_counted(const int32_t* counts, int64_t columns, Visit&& visit) {
+  constexpr int64_t kSkipped = 8;
+  for (int64_t begin = 0; begin < columns; begin += kSkipped) {
+    const int64_t end = std::min(begin + kSkipped, columns);
+    if (end - begin == kSkipped) {
+      uint64_t words[kSkipped / 2];
+      std::memcpy(words, counts + begin, sizeof(words));
+      if (!(words[0] | words[1] | words[2] | words[3])) continue;
+    }
+    for (int64_t i = begin; i < end; ++i) {
+      if (counts[i] != 0) visit(i);
+    }
+  }
+}
+
 template <class T>
 void adjust_part(const AdjustCall& call, int64_t begin, int64_t end) {
   const int64_t columns = call.logits.columns, words = (columns + 31) / 32;
-  std::vector<double> scores(columns);
+  std::vector<double> scores;  // with biases, of a row that has them
   for (int64_t row = begin; row < end; ++row) {
     const T* x = row_of<T>(call.logits, row);
     T* out = static_cast<T*>(call.out) + row * columns;
@@ -230,31 +305,35 @@ void adjust_part(const AdjustCall& call, int64_t begin, int64_t end) {
       std::copy(x, x + columns, out);
       continue;
     }
-    for (int64_t i = 0; i < columns; ++i) scores[i] = static_cast<double>(x[i]);
-    for (int64_t i = first; i < last; ++i) {
-      const int64_t id = call.bias_ids[i];
-      if (0 <= id && id < columns) scores[id] += call.bias_values[i];
+    clamp_all(x, out, columns);
+    const bool biased = first < last;
+    if (biased) {
+      scores.assign(x, x + columns);
+      const auto each = [&](auto&& visit) {
+        for (int64_t i = first; i < last; ++i) {
+          const int64_t id = call.bias_ids[i];
+          if (0 <= id && id < columns) visit(id, call.bias_values[i]);
+        }
+      };
+      each([&](int64_t id, double value) { scores[id] += value; });
+      each([&](int64_t id, double) { out[id] = clamped(x[id], scores[id]); });
     }
     if (counted >= 0) {
       const int32_t* counts = call.counts + counted * columns;
       const double repetition = call.penalties[3 * row];
       const double frequency = call.penalties[3 * row + 1], presence = call.penalties[3 * row + 2];
-      for (int64_t i = 0; i < columns; ++i) {
-        if (counts[i] == 0) continue;
-        scores[i] = scores[i] > 0 ? scores[i] / repetition : scores[i] * repetition;
+      visit_counted(counts, columns, [&](int64_t i) {
+        double score = biased ? scores[i] : static_cast<double>(x[i]);
+        score = score > 0 ? score / repetition : score * repetition;
         const int32_t times = counts[i] >> 1;
-        if (times > 0) scores[i] -= frequency * times + presence;
-      }
+        if (times > 0) score -= frequency * times + presence;
+        out[i] = clamped(x[i], score);
+      });
     }
-    const uint32_t* mask = masked < 0 ? nullptr : call.masks + masked * words;
+    if (masked < 0) continue;
+    const uint32_t* mask = call.masks + masked * words;
     for (int64_t i = 0; i < columns; ++i) {
-      if (!std::isfinite(x[i])) {
-        out[i] = x[i];
-      } else if (mask && !(mask[i / 32] >> (i % 32) & 1)) {
-        out[i] = static_cast<T>(kLowest);
-      } else {
-        out[i] = static_cast<T>(std::min(std::max(scores[i], kLowest), -kLowest));
-      }
+      if (!(mask[i / 32] >> (i % 32) & 1) && std::isfinite(x[i])) out[i] = static_cast<T>(kLowest);
     }
   }
 }
