@@ -22,7 +22,7 @@ class Departure(StrEnum):
     """Reasons why an instance has finished its part of a request that continues, or may continue, elsewhere."""
 
     MOVED = "moved"  # its features or KV have been pulled and acknowledged
-    RETURNED = "returned"  # preempted, and its prefill cannot run on this instance
+    RETURNED = "returned"  # preempted where it cannot be prefilled, or its pulled KV does not match its tokens
     WITHDRAWN = "withdrawn"  # its offer was not fetched: the lease expired, or the other instance is gone
 
 

@@ -53,7 +53,7 @@ Progress = Callable[[str, int, int], None]  # what, done, total
 
 @dataclass(frozen=True, slots=True)
 class ComputeStack:
-    """Everything that computes in an instance. `config`: limits, image budget, look-ahead, `max_model_len`,
+    """Everything that computes in an instance. `config`: image budget, look-ahead, `max_model_len`,
     `deterministic` and `sm_split` are resolved; what is still "auto" there, such as device and dtypes, is resolved in
     `backend` and `spec`. `image_cache` None: no image is encoded or read here. `notes`: reasons of decisions, for the
     start-up summary."""

@@ -121,8 +121,8 @@ def step_times(
     deadline_s: float | None = None,
 ) -> StepCosts:
     """Step costs of the instance, saved or measured, see `profiler/start.py`. Must be called in inference mode before
-    it serves; measuring overwrites the caches. `fresh`: measures even if a profile is saved. `deadline_s`: seconds to
-    measure, None: the profiler's default."""
+    it serves; measuring overwrites the caches. Raises BackendError and ConfigError as `surface_for`. `fresh`: measures
+    even if a profile is saved. `deadline_s`: seconds to measure, None: the profiler's default."""
     backend = stack.backend
     gpu = gpu_name(backend.device.name)
     kernels = {choice.op: choice.implementation for choice in backend.ops.choices()}

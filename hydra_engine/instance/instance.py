@@ -116,7 +116,8 @@ class Instance:
         self._idle_reported = False
 
     def run(self) -> None:
-        """Runs turns until one has received Shutdown; requests in flight are left unfinished."""
+        """Runs turns until one has received Shutdown; requests in flight are left unfinished. Raises what
+        `WorkerPort.poll` raises."""
         while not self._stopping:
             self._wake.wait(self.wait_s())
             self._wake.clear()

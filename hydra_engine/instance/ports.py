@@ -65,7 +65,7 @@ class WorkerPort(Protocol):
 
     def poll(self) -> list[LaneResult]:
         """Results since the last call, in order for each lane, including results of copies; empty if there are none.
-        The worker calls `wake` whenever one arrives."""
+        The worker calls `wake` whenever one arrives. Raises the exception that ended a lane."""
         ...
 
     @property
