@@ -213,7 +213,7 @@ class ChatTemplate:
         return replace(message, others=read)
 
     def arrange(self, messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
-        """Returns the turns in an order that the template takes; see `turns.py`."""
+        """Returns the turns rearranged so that the template takes them; see `arrange_turns`."""
         return tuple(messages) if self.text is None else arrange_turns(messages, self._takes)
 
     def render(
