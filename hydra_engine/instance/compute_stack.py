@@ -79,9 +79,8 @@ def build_worker(
     worker_class: type[Worker] = Worker,
     make_gate: Callable[[Device, SchedulerConfig], Gate] | None = None,
 ) -> ComputeStack:
-    """Loads the model, allocates the caches, warms up and captures graphs. Must be called in inference mode; the caller
-    closes the worker. `make_gate` None: no gate. Raises HydraError: unsupported setting, bad checkpoint, or too little
-    memory."""
+    """Loads the model, allocates the caches, warms up and captures graphs. Call it in inference mode, and close the
+    worker. `make_gate` None: no gate. Raises HydraError: unsupported setting, bad checkpoint, or too little memory."""
     spec = load_spec(config.model_path, config.spec_options)
     chosen = resolve_device(config.device, config.backend)
     spec = spec.held_on(chosen.name)
