@@ -479,7 +479,7 @@ class Engine:
         await self._await(self.frontend.reset_caches(kv=kv, images=images))
 
     async def acount_tokens(self, messages: Messages, *, template: TemplateOptions | None = None) -> int:
-        """Number of tokens of the prompt of these messages, with those of their pictures. Generates nothing. Raises
+        """Number of tokens of the prompt of these messages, image tokens included. Generates nothing. Raises
         InvalidRequest, or the error of a picture."""
         return await self.count_tokens(self._call(messages, template=template))
 

@@ -83,7 +83,7 @@ def works(spec: ModelSpec, rows: Iterable[WorkloadRequest]) -> Iterator[Work]:
 
 
 def vision_seconds(surface: CostSurface, work: Work) -> float:
-    """Seconds of the encodes of a request, in steps with those of others like it."""
+    """Seconds of the encodes of a request, in steps together with encodes of requests like it."""
     if not work.encoded:
         return 0.0
     pairs = sum(count * count for count in work.encoded)

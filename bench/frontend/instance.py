@@ -2,7 +2,7 @@
 its next token.
 
 Started by the supervisor as a real one is. The environment variable BENCH_STEP_S is the time between two steps; the
-tokens are those of `TEXT`, over and over.
+tokens come from `TEXT`, over and over.
 """
 
 from __future__ import annotations

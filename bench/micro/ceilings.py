@@ -48,7 +48,7 @@ def sizes_of(device: torch.device, quick: bool) -> Sizes:
 
 
 class Machine:
-    """The operands of all measurements on one device: random, so that power is drawn as it is by a model."""
+    """The operands of all measurements on one device: random, so that the device draws as much power as for a model."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, sizes: Sizes) -> None:
         self.device, self.dtype, self.sizes = device, dtype, sizes

@@ -116,7 +116,7 @@ def measure(arguments: argparse.Namespace, report: Report, subject: Subject, sha
         for case in cases(arguments, report, subject, both, vision, language):
             with report.case(case.what):
                 _measure(arguments, report, subject, case, vision, language)
-            del case  # the contexts of its steps leave no room for those of the next
+            del case  # the contexts of its steps leave no room for the contexts of the next
             release(report.device)
         if arguments.prompt != 0 and not arguments.beside_only and sharing == sharings(arguments)[0]:
             _one_batch(arguments, report, subject, language)

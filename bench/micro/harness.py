@@ -104,7 +104,7 @@ def _parser(doc: str | None, add: Callable[[argparse.ArgumentParser], None] | No
     parser.add_argument("--quantization", default="auto", help="of the models, as --quantization of serve")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="PATH", help="also writes the document there")
-    parser.add_argument("--ceilings", type=Path, metavar="PATH", help="those of this document, if it is there")
+    parser.add_argument("--ceilings", type=Path, metavar="PATH", help="the ceilings of this document, if it exists")
     if add is not None:
         add(parser)
     return parser

@@ -30,7 +30,7 @@ class Row(NamedTuple):
     goal: Goal | None
     value: float | None
     peers: Mapping[str, float]
-    made: Mapping[str, Any]  # the row as it is in the document
+    made: Mapping[str, Any]  # the document's row
 
     @property
     def verdict(self) -> str:

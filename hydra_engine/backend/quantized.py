@@ -30,7 +30,7 @@ that are 8-bit floats (E4M3) are kept on CUDA only, where products of many rows 
     s[t, g] = max |x[t, k in g]| / 448        xq[t, k] = e4m3(x[t, k] * (448 / max |x[t, k in g]|)), ties to even
     y[t, n] = sum over g of  (sum over k in g of xq[t, k] values[n, k]) * (s[t, g] * scales[n, g])
 
-A group is then a row of the weight, or 128 inputs if scales are those of blocks of 128 x 128. NaN and small groups are
+A group is then a row of the weight, or 128 inputs if scales are of blocks of 128 x 128. NaN and small groups are
 treated as above. This is what tensor cores compute (torch's `_scaled_mm`), except for the order of sums.
 
 Does not know checkpoints or memory layouts of kernels.

@@ -54,7 +54,7 @@ def create_backend(
     """Creates the backend of an instance.
 
     device: "auto", "cpu", "cuda" or "cuda:N". dtype: of activations. backend: one of BACKENDS. deterministic: True for
-    batch-invariant ops on a GPU, None as False; those of a CPU always are. threads: per lane, None for all usable
+    batch-invariant ops on a GPU, None as False; ops on a CPU always are. threads: per lane, None for all usable
     cores. lane_priority: a key of NICENESS. sm_split: SMs of the language lane in each partition (`Partitions`), () not
     to divide the GPU. attention: of a GPU, a result of `resolve_attention`; "auto" measures its kernels with the
     model's `shapes`, which are needed for nothing else. profiles: folder where measurements are kept, None to keep
@@ -89,7 +89,7 @@ def create_backend(
 @contextmanager
 def all_cores(backend: Backend) -> Iterator[None]:
     """Lets ops of the calling thread use all cores of this process inside the context, however few threads a lane has;
-    then sets its threads to those of a lane.
+    then sets its threads to the number of a lane.
 
     Meant for loading, when no lane has work; packed weights do not depend on the number of threads. To keep cores free
     at start too, limit the process (taskset, a container).

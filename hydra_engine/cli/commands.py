@@ -45,7 +45,7 @@ _ALIASES = {"env": "doctor"}
 
 @cache
 def _all() -> dict[str, Command]:
-    """Commands of all packages by name, in the order of the list. Finding those of other packages takes a while."""
+    """Commands of all packages by name, in the order of the list. Loads other packages once, which takes a while."""
     found: dict[str, Command] = _OWN | load_entry_points("hydra_engine.commands")
     return dict(sorted(found.items(), key=lambda item: item[1].position))
 

@@ -34,7 +34,7 @@ _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 def start_lines(summaries: Sequence[InstanceSummary]) -> list[str]:
     """The lines of the summary; `summaries` are in the topology's order."""
-    # Limits of requests come from instances with a KV cache, those of vision steps from instances that encode.
+    # Limits of requests come from instances with a KV cache, limits of vision steps from instances that encode.
     serving = [s for s in summaries if s.num_kv_blocks] or list(summaries)
     encoding = [s for s in summaries if s.image_budget and "E" in s.role] or list(summaries)
     # An instance that decodes, preferably one that also prefills.

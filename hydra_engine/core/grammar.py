@@ -60,7 +60,7 @@ class Grammar:
 
     - kind, source: "json_object" with no source; "json_schema" with the schema (a dict, its JSON text, or a pydantic
         model); "regex" with the expression; "choice" with a list of texts or its JSON; "lark" with the grammar; "ebnf"
-        with rules of `::=`, one of them named `root`. At most 65,536 characters, those of `calls` included.
+        with rules of `::=`, one of them named `root`. At most 65,536 characters, `calls` included.
     - param: the field that errors name, default "structured_outputs".
     - reasoning: reasoning that comes before the output. calls: function calls that may replace it. Default None.
 

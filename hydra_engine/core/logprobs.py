@@ -162,7 +162,7 @@ def without_candidates(entries: Sequence[E]) -> Iterator[E]:
 
 
 def concat_logprobs(first: Sequence[TextLogprob], second: Sequence[TextLogprob]) -> Sequence[TextLogprob]:
-    """The entries of `first`, then those of `second`; neither argument changes. `first` must be a Logprobs or empty if
+    """The entries of `first`, then of `second`; neither argument changes. `first` must be a Logprobs or empty if
     `second` is a Logprobs."""
     return extend_logprobs(extend_logprobs((), first), second)
 

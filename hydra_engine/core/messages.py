@@ -175,7 +175,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
 
     request_id: RequestId
     reason: str  # a FinishReason or a Departure
-    num_generated: int  # those of earlier attempts included
+    num_generated: int  # with the tokens of earlier attempts
     stop_token_id: int | None = None  # the end-of-sequence or stop token that ended it
     error: ErrorInfo | None = None
     spans: tuple[StageSpan, ...] = ()  # times absolute, on the monotonic clock

@@ -156,7 +156,7 @@ class Status(msgspec.Struct, frozen=True, tag=True):
 
     num_running: int  # requests that prefill or decode
     num_waiting: int  # requests that wait for a start or for their grammar
-    num_encoding: int  # requests that wait for images, and those of `Encode`
+    num_encoding: int  # requests that wait for images, and encode jobs
     kv_blocks_used: int
     kv_blocks_total: int
     image_blocks_used: int

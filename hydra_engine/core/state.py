@@ -172,7 +172,7 @@ class RequestState:
 
     @property
     def num_generated(self) -> int:
-        """Number of generated tokens, those of earlier attempts included."""
+        """Number of generated tokens in all attempts."""
         return len(self.generated)
 
     @property

@@ -137,7 +137,7 @@ class EnginePort(Protocol):
         ...
 
     async def count_tokens(self, call: GenerationCall) -> int:
-        """Number of tokens of a call's prompt with those of its pictures, which are opened. Raises what `add_request`
+        """Number of tokens of a call's prompt, image tokens included; opens its pictures. Raises what `add_request`
         raises."""
         ...
 

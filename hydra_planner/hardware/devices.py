@@ -19,7 +19,7 @@ LINK_SHARE = 0.8
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Peaks of one device. Rates of links are those of one direction. `flops_per_s`: of dense matrix products in 16
+    """Peaks of one device. Rates of links are per direction. `flops_per_s`: of dense matrix products in 16
     bits with sums in float32, a multiply-add counted as two. `price`: of one, in dollars; None: no source."""
 
     name: str

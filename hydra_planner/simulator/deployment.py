@@ -36,7 +36,7 @@ from hydra_planner.simulator.preprocessing import FRONTEND, Preprocessing
 from hydra_planner.simulator.requests import RequestMaker
 from hydra_planner.workload.file import WorkloadRequest
 
-_FIRST_ATTEMPT = 1 << 32  # ids behind those of the requests
+_FIRST_ATTEMPT = 1 << 32  # larger than all ids of requests
 _REST_S = 1.0  # after the last request: what is on its way arrives
 _LONGEST_S = 360_000.0  # of virtual time: what has not ended by then never does
 _POLL_S = 0.05  # while an instance is emptied

@@ -29,8 +29,26 @@ NO_NAMES = (
     *("of", "at", "on", "under", "behind", "between", "within", "beside", "after", "to", "about", "beyond", "without"),
     *("told", "lacking", "settled", "barred", "overtaken", "placed", "made", "asked", "kept"),
 )
-# Of those, how many definitions are still there.
-PRESENT = {"behind": 1, "of": 2, "to": 1}
+# These may be fields and properties, which describe; a function asks, records or returns, and says which.
+NO_FUNCTIONS = (
+    *("failed", "written", "finished", "recorded", "given", "captured", "wanted", "sampled", "parsed", "ended"),
+    *(
+        "closed",
+        "lost",
+        "sent",
+        "drawn",
+        "taken",
+        "found",
+        "opened",
+        "started",
+        "stopped",
+        "removed",
+        "added",
+        "stored",
+    ),
+)
+# Of `NO_NAMES`, how many definitions are still there.
+PRESENT = {"of": 2, "to": 1}
 # A docstring begins with a verb or with the noun of what comes back.
 NO_FIRST_WORDS = {
     *("Of", "As", "By", "For", "In", "With", "From", "At", "On", "Under", "Behind", "To", "Without"),
@@ -120,6 +138,26 @@ def test_no_new_name_is_only_a_preposition_or_a_participle() -> None:
     for word, count in number.items():
         places = [where for name, where in found if name == word]
         assert count <= PRESENT.get(word, 0), f"more than there were: {places}"
+
+
+def functions_in(nodes: tuple[ast.AST, ...]) -> Iterator[tuple[str, int]]:
+    """Names of functions that are no properties, with their lines."""
+    functions = (node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    for node in functions:
+        if not any(ast.unparse(item).endswith("property") for item in node.decorator_list):
+            yield node.name, node.lineno
+
+
+def test_functions_are_not_named_by_a_participle() -> None:
+    found = [
+        place(path, line, word)
+        for path in files_in(*SHIPPED)
+        for word, line in functions_in(nodes_of(path))
+        if word in NO_FUNCTIONS
+    ]
+    assert not found, "a participle does not say what the function does: " + ", ".join(found)
+    source = "class A:\n    @property\n    def ended(self): ...\n    def failed(self): ..."
+    assert [name for name, _ in functions_in(parsed(source))] == ["failed"]
 
 
 def test_definitions_are_found_as_functions_fields_and_attributes() -> None:

@@ -14,7 +14,7 @@ from hydra_engine.worker.language.sampler import MAX_NUMBER
 from tests.worker.host_sampler import draw
 
 IMPLEMENTATIONS: list[Ops] = [ReferenceOps(), NativeOps()]
-# Numbers that float32 holds as they are: the host's parameters are float64.
+# Numbers that float32 holds exactly: the host's parameters are float64.
 TEMPERATURES = (0.0, 0.125, 0.5, 1.0, 1.75)
 TOP_K = (0, 1, 2, 7, 40, 1000)
 TOP_P = (1.0, 0.0625, 0.5, 0.875, 0.9990234375)

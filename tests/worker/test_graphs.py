@@ -76,7 +76,7 @@ def requests(rig: Rig, base: int, *, special: bool = False) -> list[Request]:
         with_pictures(rig, base + 4, seed=9, count=1, temperature=0.9, top_k=20),
     ]
     if isinstance(rig.backend.device, LateDevice):
-        rig.backend.device.replays.clear()  # those of encodes
+        rig.backend.device.replays.clear()  # the replays of encodes
     return [*made, *pictures]
 
 

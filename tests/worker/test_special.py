@@ -34,7 +34,7 @@ SLOTS = 7
 
 
 def asked(vocabulary: int) -> st.SearchStrategy[dict[str, Any]]:
-    """Numbers that float32 holds as they are: those of the host's parameters are float64."""
+    """Numbers that float32 holds exactly, since the host's parameters are float64."""
     ids = st.integers(0, vocabulary + 1)
     kinds = {
         "temperature": st.sampled_from([0.0, 0.5, 1.0, 1.75]),

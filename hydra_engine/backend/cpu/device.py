@@ -252,7 +252,7 @@ class _Calls:
 
 
 def usable_cores() -> int:
-    """Number of cores that this process may use, at least 1: those of its affinity, or its container's CPU quota,
+    """Number of cores that this process may use, at least 1: the cores of its affinity, or its container's CPU quota,
     rounded, if that is less."""
     cores = len(os.sched_getaffinity(0))
     try:

@@ -52,7 +52,7 @@ class NativeLinear:
     def from_packed(cls, form: Form, data: Tensor, bias: Tensor | None) -> NativeLinear:
         """Returns a weight over bytes that were packed before, without a copy.
 
-        form, bias: those of the packed weight. data: uint8, which begins with its `data`. Raises ValueError if these
+        form, bias: as in the packed weight. data: uint8, which begins with its `data`. Raises ValueError if these
         are too few bytes or not aligned to 64.
         """
         result = cls.__new__(cls)

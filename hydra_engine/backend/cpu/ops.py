@@ -447,7 +447,7 @@ class _Recorder(TorchDispatchMode):
         return taken
 
     def _widened(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Casts contiguous 16-bit floats to float32; a tensor of `dtype` is returned as it is. Raises
+        """Casts contiguous 16-bit floats to float32; a tensor of `dtype` is returned unchanged. Raises
         _NotRecordableError for any other cast."""
         if dtype is tensor.dtype:
             return tensor

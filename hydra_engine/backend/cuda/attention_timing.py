@@ -84,7 +84,7 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A measurement with its key, as it is written to disk."""
+    """A measurement with its key, as in the file on disk."""
 
     key: Key
     measured: Measured

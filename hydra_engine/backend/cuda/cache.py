@@ -160,7 +160,7 @@ class CudaCacheOps(CacheOps):
         super().merge_image_tokens(hidden, rows, cache, slots_on_device(cache, slots), plane)
 
     def gather_cache(self, cache: PagedCache, layer: int, index: int, slots: Tensor) -> Tensor:
-        """Implements `Ops.gather_cache`: returns new rows [M, H, D]; those of slot -1 are uninitialised memory. A
+        """Implements `Ops.gather_cache`: returns new rows [M, H, D]; a row of slot -1 is uninitialised memory. A
         quantized cache is read by torch, which waits for the device."""
         checks.check_plane(cache, layer, index)
         return super().gather_cache(cache, layer, index, slots_on_device(cache, slots))

@@ -169,6 +169,6 @@ class CudaDevice:
         return self._graphs.capture(launch)
 
     def capture_pieces(self, launch: Callable[[Cut], None]) -> tuple[Graph, ...]:
-        """Captures `launch`, which runs twice, as several graphs, cut where it calls its argument. Conditions and
-        errors are those of `capture`."""
+        """Captures `launch`, which runs twice, as several graphs, cut where it calls its argument. The
+        conditions and errors of `capture` apply."""
         return self._graphs.capture_pieces(launch)

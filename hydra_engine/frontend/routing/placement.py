@@ -100,7 +100,7 @@ def plan_switches(
     text: str, states: Sequence[InstanceState], devices: Mapping[str, str], stages: Role = EPD
 ) -> list[list[Switch]]:
     """Returns groups to switch one after the other, each at once after it has been drained. Instances and parts of
-    `text` are matched in order; `stages` are those of the model. Raises ConfigError if an instance would need weights
+    `text` are matched in order; `stages` are the model's. Raises ConfigError if an instance would need weights
     that it does not have."""
     specs = Topology.parse(text).instances
     if len(specs) != len(states):

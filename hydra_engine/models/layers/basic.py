@@ -122,7 +122,7 @@ class Linear:
 
 
 def _quantized(weight: Tensor | QuantizedWeight, num_bits: int | None) -> Tensor | QuantizedWeight:
-    """Quantises a float weight to `num_bits`; returns it as it is if that is None or the weight is quantised
+    """Quantises a float weight to `num_bits`; returns it unchanged if that is None or the weight is quantised
     already."""
     if num_bits is None or isinstance(weight, QuantizedWeight):
         return weight
@@ -161,7 +161,7 @@ def _stacked(parts: list[Tensor]) -> Tensor:
 
 
 class Weight:
-    """A tensor of the checkpoint, loaded in `dtype` (None: the compute dtype) and kept as it is or as the result of
+    """A tensor of the checkpoint, loaded in `dtype` (None: the compute dtype) and kept unchanged or as the result of
     `transform`."""
 
     packed: tuple[Tensor]

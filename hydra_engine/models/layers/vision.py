@@ -398,7 +398,7 @@ class PatchProjection:
 
 def _as_in_memory(parts: list[Tensor]) -> Tensor:
     """Flattens the one part, a kernel [C, 3, *kernel], to [C, pixels * 3], the order of a patch's bytes. A bias [C] is
-    returned as it is."""
+    returned unchanged."""
     (tensor,) = parts
     return tensor if tensor.dim() == 1 else tensor.movedim(1, -1).flatten(1)
 

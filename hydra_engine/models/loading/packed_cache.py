@@ -55,7 +55,7 @@ def restore(path: Path, holders: Sequence[Holder]) -> tuple[str, ...]:
     """Maps the file into the layers and returns the notes given to `write`. Raises CheckpointError if the file is
     damaged."""
     with closing(SafetensorsFile(path)) as file, open(path, "rb") as opened:
-        # A private mapping that is never written to, so its pages are those of the page cache.
+        # A private mapping that is never written to, so it shares the pages of the page cache.
         memory = torch.frombuffer(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
         blobs = (memory[entry.begin : entry.end] for entry in file.entries.values())
         try:

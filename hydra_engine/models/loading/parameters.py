@@ -47,7 +47,7 @@ class Slot(NamedTuple):
 
 class Demands:
     """The slots of one model, prefixes of known names that it does not need, and the layers that own weights.
-    `tensor_names`: those of the checkpoint; None if weights are drawn."""
+    `tensor_names`: names in the checkpoint; None if weights are drawn."""
 
     def __init__(self, held: Collection[str] | None = None) -> None:
         self.tensor_names = held

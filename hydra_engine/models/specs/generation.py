@@ -85,7 +85,7 @@ def _rules(chosen: Mapping[str, Any], fields: Fields | None) -> TokenRules:
 
 
 def _unfollowed(model_dir: Path, fields: Fields | None, chosen: Mapping[str, Any]) -> list[str]:
-    """Unsupported keys that would change an answer. Without generation_config.json those of config.json count, as
+    """Unsupported keys that would change an answer. Without generation_config.json the keys of config.json count, as
     before transformers 5."""
     config = read_json_if_present(model_dir, "config.json") or Fields({}, "config.json")
     text = config.section_if_present("text_config") or config

@@ -1,7 +1,7 @@
 """The parent's side of the text children: conversations and texts to token ids, with turns for clients.
 
 There are two children, one of them for long prompts, so that short ones do not wait behind long ones. Does not trust a
-child's answers: ids must be those of the vocabulary. Does not know requests.
+child's answers: ids must lie in the vocabulary. Does not know requests.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ class _DecodeColumns(NamedTuple, Generic[_Column]):
     seq_slots: _Column
     positions: _Column
     slots: _Column
-    state_starts: _Column  # these three as those of `StateRows`
+    state_starts: _Column  # these three as in `StateRows`
     state_reads: _Column
     state_writes: _Column
     num_context: _Column  # int32

@@ -453,7 +453,7 @@ class CacheSize:
 
     @property
     def min_flag(self) -> str:
-        """The flag with the smallest sufficient value, as it is typed."""
+        """The flag with the smallest sufficient value, as on the command line."""
         if self.given == f"--num-{self.kind}-blocks":
             return f"{self.given} {self.min_blocks}"
         return f"--{self.kind}-cache-gib {typed_gib(self.min_bytes)}"

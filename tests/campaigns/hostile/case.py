@@ -36,7 +36,7 @@ GENERATING = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
 
 @dataclass(frozen=True)
 class Case:
-    """`wire` is sent as it is. `half`: the client leaves without waiting, so nothing has to come back."""
+    """`wire` is sent unchanged. `half`: the client leaves without waiting, so nothing has to come back."""
 
     name: str
     wire: bytes
