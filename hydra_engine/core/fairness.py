@@ -222,9 +222,9 @@ class FairQueue(Generic[J]):
         another client without jobs is dropped for it."""
         state = self._clients.get(client)
         if state is None:
-            state = self._clients[client] = _Client()
-            if len(self._clients) > MAX_CLIENTS:
+            if len(self._clients) >= MAX_CLIENTS:
                 self._forget()
+            state = self._clients[client] = _Client()
         self._clients.move_to_end(client)
         return state
 

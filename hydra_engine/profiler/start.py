@@ -79,7 +79,7 @@ class StepCosts(NamedTuple):
 def surface_for(
     config: EngineConfig, subject: Subject, progress: Progress, *, fresh: bool = False, deadline_s: float | None = None
 ) -> StepCosts:
-    """Loads or measures the cost surface. `config` has no "auto" left. `fresh`: measure even if a valid profile is
+    """Loads or measures the cost surface. `config` has the sizes of the caches. `fresh`: measure even if a valid profile is
     saved. `deadline_s` None: `DEADLINE_S`.
 
     Raises BackendError when the model cannot run a step, ConfigError where there is no folder for profiles. A file that

@@ -34,6 +34,16 @@ def test_clients_take_turns_and_each_keeps_its_order() -> None:
     assert len(queue) == 0
 
 
+def test_more_clients_than_are_remembered_may_all_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fairness, "MAX_CLIENTS", 3)
+    queue: FairQueue[int] = FairQueue("jobs", 100)
+    for job in range(6):
+        queue.push(f"client {job}", job)
+    queue.begin("running")
+    queue.end("running", 1.0)
+    assert [job for _, job in order(queue)] == list(range(6))
+
+
 def test_of_those_that_may_begin_the_one_goes_first_that_has_used_least_time() -> None:
     clock = VirtualClock()
     queue: FairQueue[int] = FairQueue("jobs", 100, clock.now)
