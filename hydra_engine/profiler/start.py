@@ -79,8 +79,8 @@ class StepCosts(NamedTuple):
 def surface_for(
     config: EngineConfig, subject: Subject, progress: Progress, *, fresh: bool = False, deadline_s: float | None = None
 ) -> StepCosts:
-    """Loads or measures the cost surface. `config` has the sizes of the caches. `fresh`: measure even if a valid profile is
-    saved. `deadline_s` None: `DEADLINE_S`.
+    """Loads or measures the cost surface. `config` has no "auto" that decides a size of a step or cache.
+    `fresh`: measure even if a valid profile is saved. `deadline_s` None: `DEADLINE_S`.
 
     Raises BackendError when the model cannot run a step, ConfigError where there is no folder for profiles. A file that
     cannot be read or written is logged, not an error.
