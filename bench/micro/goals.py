@@ -61,6 +61,28 @@ class Goal(NamedTuple):
         return self.moonshot / value if self.less_is_better else value / self.moonshot
 
 
+class Row(NamedTuple):
+    """A row of a document and its goal. `value` is what the goal looks at."""
+
+    bench: str
+    what: str
+    seconds: float | None
+    floor_s: float | None
+    sustained_floor_s: float | None
+    goal: Goal | None
+    value: float | None
+    peers: Mapping[str, float]
+    made: Mapping[str, Any]  # the document's row
+
+    @property
+    def verdict(self) -> str:
+        if self.goal is None or self.value is None:
+            return ""
+        if self.goal.met(self.value, self.goal.moonshot):
+            return "moonshot"
+        return "par" if self.goal.met(self.value, self.goal.par) else "below par"
+
+
 ANYWHERE = ("cuda", "cpu")
 OF_FLOOR = "of_floor"
 

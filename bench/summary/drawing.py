@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import matplotlib
 
@@ -15,8 +14,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
-if TYPE_CHECKING:
-    from bench.summary.table import Row
+from bench.micro.goals import Row
 
 # Okabe and Ito's colours, which readers with any colour vision can tell apart.
 _COLOURS = {"moonshot": "#009E73", "par": "#0072B2", "below par": "#D55E00"}

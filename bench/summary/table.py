@@ -11,34 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.micro.goals import BENCHES, Goal, goal_of, value_of
+from bench.micro.goals import BENCHES, Row, goal_of, value_of
 
 TABLE, PICTURE = "summary.md", "summary.png"
 _PEERS_SHOWN = 3
 _BESIDE = ("gain", "gain_best", "decode_slowdown", "first_slowdown")
 _KERNELS_SHOWN, _KERNEL_LENGTH = 15, 100
-
-
-class Row(NamedTuple):
-    """`value` is what the goal looks at."""
-
-    bench: str
-    what: str
-    seconds: float | None
-    floor_s: float | None
-    sustained_floor_s: float | None
-    goal: Goal | None
-    value: float | None
-    peers: Mapping[str, float]
-    made: Mapping[str, Any]  # the document's row
-
-    @property
-    def verdict(self) -> str:
-        if self.goal is None or self.value is None:
-            return ""
-        if self.goal.met(self.value, self.goal.moonshot):
-            return "moonshot"
-        return "par" if self.goal.met(self.value, self.goal.par) else "below par"
 
 
 class Document(NamedTuple):

@@ -4,7 +4,7 @@
 (`words` is not None) are harmless until a chat holds these words: then that chat fails with an error, and the next one
 is answered. Neither takes long, nor more than a gigabyte, nor touches the canary.
 
-    python -m tests.campaigns.siege.folders [NAME ..]
+    python -m tests.campaigns.siege.open_folder [NAME ..]
 
 opens each in a process of its own and prints a line of what came of it.
 """
@@ -391,9 +391,3 @@ def hostile_folders() -> dict[str, HostileFolder]:
         **_templates(),
         **_tokenizers(),
     }
-
-
-if __name__ == "__main__":
-    from tests.campaigns.siege.open_folder import main
-
-    main()

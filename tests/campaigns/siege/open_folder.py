@@ -22,6 +22,7 @@ MAX_SECONDS = 60.0  # of wall time on a busy machine; nothing takes more than a 
 MAX_BYTES = GIB  # of one process
 REFUSED = (3, 4)
 SAID = "said: "
+_CHILD = "--child"  # before the folder and the words of the process that opens one
 WAITED = "did not answer in time"  # of a child that only its parent's patience has ended
 
 
@@ -62,6 +63,7 @@ def opened(folder: HostileFolder, miniature: Path, place: Path) -> Outcome:
         sys.executable,
         "-m",
         "tests.campaigns.siege.open_folder",
+        _CHILD,
         str(model),
         *([folder.words] if folder.words else []),
     ]
@@ -145,4 +147,6 @@ def _open(model: str, words: str | None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_open(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None))
+    if sys.argv[1:2] == [_CHILD]:
+        sys.exit(_open(sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else None))
+    main()
