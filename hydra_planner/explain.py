@@ -54,8 +54,8 @@ def feature_bytes(spec: ModelSpec, num_features: int, dtype_bytes: int) -> int:
 
 
 def vision_devices(rho: float, num_language: float) -> float:
-    """The devices for encodes that keep up with those for tokens. `rho`: seconds of vision over those of language, per
-    request."""
+    """The devices for encodes that keep up with the devices for tokens. `rho`: seconds of vision over seconds of
+    language, per request."""
     return rho * num_language
 
 

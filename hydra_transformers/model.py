@@ -81,7 +81,7 @@ class GenericModel:
         return weights_bytes(self._module)
 
     def drop_unused(self, role: Role) -> None:
-        """Drops the parts that the role does not need. The embeddings always stay: the vision lane writes those of the
+        """Drops the parts that the role does not need. The embeddings always stay: the vision lane needs them for
         text inside a span."""
         if not role.needs_vision:
             drop_all_but(self._module, (self._decoder, self._head, self._embeddings))

@@ -47,7 +47,7 @@ class Slowdowns:
 @dataclass(frozen=True, slots=True)
 class CostSurface:
     """Costs in seconds. Error bars: `language_error` and `vision_error` bound 90 % of the relative residuals of the fit
-    of a lane alone, `corun_error` those of steps while both lanes run."""
+    of a lane alone, `corun_error` the residuals of steps while both lanes run."""
 
     rows: Curve  # seconds of a language step by its rows
     per_key_s: float  # per key that a decode reads

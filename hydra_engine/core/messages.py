@@ -24,7 +24,7 @@ WIRE_VERSION = 8
 
 @dataclass(frozen=True, slots=True)
 class ArrayLayout:
-    """An array inside a payload: name, numpy dtype, shape. Its bytes are C-contiguous and follow those of the array
+    """An array inside a payload: name, numpy dtype, shape. Its bytes are C-contiguous and follow the bytes of the array
     before it."""
 
     name: str

@@ -73,7 +73,7 @@ class StageSpan:
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Token and image counts. `cached_tokens`: tokens found in the KV cache at the request's start. `num_images` counts
-    pictures and videos, `cached_images` those of which nothing was encoded or loaded for the request itself."""
+    pictures and videos, `cached_images` pictures of which nothing was encoded or loaded for the request itself."""
 
     prompt_tokens: int
     completion_tokens: int

@@ -227,7 +227,7 @@ class StageScheduler:
 
     def on_vision(self, result: VisionResult, now: float) -> list[RequestMessage]:
         """Applies the result of the oldest vision plan: its features are ready, or the requests of failed images end.
-        Returns the Finished of those of its requests that have ended and that no other plan names."""
+        Returns the Finished of its requests that have ended and that no other plan names."""
         assert self._vision_plans and self._vision_plans[0].step_id == result.step_id, "not the vision step that runs"
         plan = self._vision_plans.popleft()
         self._requests.observer.on_vision_done(result.started_s, result.ended_s, _work(plan))
@@ -238,7 +238,7 @@ class StageScheduler:
 
     def on_language(self, result: LanguageResult, now: float) -> list[RequestMessage]:
         """Applies the result of the oldest language plan. Returns its prompt scores and tokens, then the Finished of
-        those of its requests that have ended and that no other plan names."""
+        its requests that have ended and that no other plan names."""
         step = self._language_steps.pop(result.step_id)
         duration_s = result.ended_s - result.started_s
         gap_s = result.ended_s - self._language_ended_s if step.load.num_decodes else duration_s

@@ -159,7 +159,7 @@ class PrefillStarter(BlockSearch):
             self._try_start(oldest, step, num_early=0)
 
     def _try_start(self, state: RequestState, step: StepBuilder, num_early: int) -> bool | None:
-        """Starts a request if it can: it adopts its cached blocks and gets those of its first chunk, or of all
+        """Starts a request if it can: it adopts its cached blocks and gets blocks for its first chunk, or for all
         positions if it was preempted before or does not decode here. True: started. False: too few free slots or
         blocks. None: it waits for images, and may not start early or, without the right to preempt, finds too few. A
         request that was not preempted may start early while fewer than `_early_limit` others did and still wait for

@@ -1,7 +1,7 @@
 """A paper's deployment as a simulation: models, devices and layouts by their names in the papers.
 
 Layouts are written as HydraInfer and EPD-Serve write them: 1E3P4D, EP+D, (E-P)-D, where roles in one bracket share a
-device. Step times are those of a roofline of the device (`hardware/roofline.py`).
+device. Step times come from a roofline of the device (`hardware/roofline.py`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from hydra_planner.records import Record, quantile
 from hydra_planner.slo import SHARE, Limits
 
 _RATE = 8.0  # requests a second for each device (section 5.3)
-_ALONE, _LIMITED = (10.0, 1.0), (0.25, 0.04)  # limits that nothing misses, and those of Table 3
+_ALONE, _LIMITED = (10.0, 1.0), (0.25, 0.04)  # limits that nothing misses, and Table 3's
 _TIGHT = (
     0.5,
     0.01,

@@ -1,10 +1,9 @@
 """An upper bound of a deployment's rate, from the work of each stage alone, without simulation.
 
 A request has so many seconds of encode, prefill and decode on each kind of device; a stage is done by the instances
-that serve it, and those of several stages, or on one device, divide their time. The largest rate at which all work fits
-is the bound; the stage that fills its devices there binds. Queues, batches that do not fill and limits are not in it,
-so it is never too low but for decodes, whose batches are taken as the limits allow.
-"""
+that serve it, and instances of several stages, or on one device, divide their time. The largest rate at which all work
+fits is the bound; the stage that fills its devices there binds. Queues, batches that do not fill and limits are not in
+it, so it is never too low but for decodes, whose batches are taken as the limits allow."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def _group_entries(
     COUNT: tl.constexpr,
 ) -> tl.tuple:
     """Entries of source [G, N] for the groups of inputs k0, k0 + STEP, ..: a tuple of COUNT tensors, float32 [C],
-    loaded before the products that need them. Inputs beyond K get those of the last group."""
+    loaded before the products that need them. Inputs beyond K get the last group's."""
     found = ()
     for index in tl.static_range(COUNT):
         group = tl.minimum((k0 + index * STEP) // GROUP_SIZE, K // GROUP_SIZE - 1)  # x is 0 after the last one

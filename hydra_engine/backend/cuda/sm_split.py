@@ -100,7 +100,7 @@ class Sharing:
 
         The whole device if that is set, if the vision lane has no work, and while only encodes on the whole device are
         in flight, since on a part of it the step would wait for their blocks anyway. Otherwise, of the partition that
-        is set and those of encodes in flight, the one with the fewest language SMs.
+        is set and the partitions of encodes in flight, the one with the fewest language SMs.
         """
         if not self._has_work(VISION):
             return 0
@@ -111,7 +111,7 @@ class Sharing:
         return min([self._chosen, *parts], key=self._num_language_sms) if self._chosen else 0
 
     def _encode_partition(self) -> int:
-        """The partition of an encode beside language work: of the one that is set and those of steps in flight, the one
+        """The partition of an encode beside language work: of the set one and of the steps in flight, the one
         with the most language SMs."""
         parts = [place for place in self._places(LANGUAGE) if place]
         return max([self._chosen, *parts], key=self._num_language_sms)
@@ -226,7 +226,7 @@ class SplitLane(CudaLane):
             raise
 
     def close(self) -> None:
-        """Moves to the whole device's stream, which is then ordered after those of the partitions, waits for it and
+        """Moves to the whole device's stream, which is then ordered after the partitions' streams, waits for it and
         stops the thread. Idempotent."""
         with suppress(RuntimeError):  # closed already, or dead: then nothing that it launched is wanted
             self.submit(lambda: self._track.switch_to(0))

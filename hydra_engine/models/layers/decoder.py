@@ -39,12 +39,12 @@ from hydra_engine.models.layers.basic import Embedding, GatedMlp, Head, Linear, 
 from hydra_engine.models.loading.parameters import Scope
 from hydra_engine.models.specs.base import DeltaShape, LanguageSpec, LayerKind
 
-# A language head computes the logits of this many scored rows at a time; those of a long chunk would not fit.
+# A language head computes the logits of this many scored rows at a time; the logits of a long chunk would not fit.
 SCORED_ROWS = 256
 
 
 class Scored(NamedTuple):
-    """Rows of a step that need logits besides those of `logit_rows`. `take` is called during the forward with slices of
+    """Rows of a step that need logits besides `logit_rows`. `take` is called during the forward with slices of
     their logits, [<= SCORED_ROWS, V] float32, in the order of `rows`, and must not keep them: all together may not fit
     in memory."""
 
@@ -315,8 +315,8 @@ class Decoder:
         return hidden
 
     def _merge(self, hidden: Tensor, batch: LanguageInput, images: PagedCache | None, *, plane: int) -> None:
-        """Writes features of plane 0 over the image rows of `hidden` [T, C]; adds those of other planes to them. Raises
-        ValueError without image rows, their slots or an image cache."""
+        """Writes features of plane 0 over the image rows of `hidden` [T, C]; adds features of other planes to them.
+        Raises ValueError without image rows, their slots or an image cache."""
         if images is None or batch.image_rows is None or batch.image_slots is None:
             raise ValueError("image_rows: expected their slots and an image cache to read from")
         self._ops.merge_image_tokens(hidden, batch.image_rows, images, batch.image_slots, plane)

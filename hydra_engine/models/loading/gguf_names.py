@@ -45,7 +45,7 @@ _UNREAD = {"rope_freqs.weight"}
 class _Tower(NamedTuple):
     """Names of a tower. `top`: names outside layers, `layer`: names inside, both without .weight and .bias unless the
     canonical name ends in neither. `fused`: the layer's fused queries, keys and values. `batch`: names whose canonical
-    tensors have three dimensions, stored without those of size 1."""
+    tensors have three dimensions, stored without dimensions of size 1."""
 
     top: Mapping[str, str]
     layers: str

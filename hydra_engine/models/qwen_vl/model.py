@@ -127,7 +127,7 @@ class GridVision:
         return inputs.slices.rows(self._embed, inputs.patches)
 
 
-# Names as published and as of transformers 4 -> canonical ones; first those of transformers 5.
+# Names as published and as of transformers 4 -> canonical ones; names of transformers 5 first.
 QWEN_RENAMES: Renames = (
     ("model.visual.", "visual."),
     ("model.language_model.", "language_model.model."),

@@ -417,7 +417,7 @@ class ChatTemplate:
 
 
 def adjacent_texts(message: ChatMessage) -> Iterator[list[str]]:
-    """Yields all texts of a message; those of one list may be adjacent in a prompt."""
+    """Yields all texts of a message; texts of one list may be adjacent in a prompt."""
     content = message.content
     yield [content] if isinstance(content, str) else [part.text for part in content if isinstance(part, TextPart)]
     named = (message.name, message.tool_call_id, message.others)

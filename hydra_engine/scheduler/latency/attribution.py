@@ -221,7 +221,7 @@ class StepHistory(StepObserver):
         return found[::-1]
 
     def _explain_gap(self, gap: _Gap, steps: Sequence[_LanguageStep], since_s: float, until_s: float) -> None:
-        """Adds the causes of the time from `since_s` to `until_s`: those of `steps`, which ran in it, and the time
+        """Adds the causes of the time from `since_s` to `until_s`: causes from `steps`, which ran in it, and the time
         between them. Time before the oldest step of a full history counts as "step", or as the absence."""
         clock_s = since_s
         if steps and steps[0] is self._language[0] and len(self._language) == self._language.maxlen:

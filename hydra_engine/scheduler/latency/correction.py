@@ -90,7 +90,7 @@ class Correction:
             self._all.add(_bounded(ratio))
 
     def high(self, kind: Kind) -> float:
-        """Factor on the prediction that 99 % of the recent steps stay below: those of this kind, or of all kinds while
+        """Factor on the prediction that 99 % of the recent steps stay below: steps of this kind, or of all kinds while
         it has few."""
         return self._of(kind).quantile(KEPT)
 

@@ -205,7 +205,7 @@ class Thinking:
 
 @lru_cache(maxsize=64)
 def marks_of(parser: str, template: str | None) -> tuple[str, str] | None:
-    """The marks in the template, else those of the configured parser; None if the model does not think."""
+    """The marks in the template, else the configured parser's; None if the model does not think."""
     known = next((marks for marks in _MARKS if any(mark in (template or "") for mark in marks)), None)
     return known if parser in ("auto", "none") else known or THINKING
 

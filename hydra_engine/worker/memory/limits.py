@@ -85,9 +85,9 @@ def _halved(most: int, least: int) -> Iterator[int]:
 
 
 def _holds(needs: Needs, own_bytes: int, limits: SchedulerConfig) -> bool:
-    """True if these limits fit `own_bytes`, the instance's part of the device: what their steps need beyond those of
-    the default limits is at most STEPS_SHARE of what weights leave, and each request has MIN_CONTEXT tokens of KV. The
-    latter is not asked of the default or of a configured number of requests."""
+    """True if these limits fit `own_bytes`, the instance's part of the device: what their steps need beyond the steps
+    of the default limits is at most STEPS_SHARE of what weights leave, and each request has MIN_CONTEXT tokens of KV.
+    The latter is not asked of the default or of a configured number of requests."""
     left_bytes = own_bytes - sum(needs.weights) - MARGIN_BYTES
     least = replace(limits, token_budget=DEFAULT_TOKENS, max_num_seqs=DEFAULT_REQUESTS)
     larger, smaller = (replace(needs, config=replace(needs.config, scheduler=each)) for each in (limits, least))

@@ -89,7 +89,7 @@ class Parts:
 
 
 class Format(Protocol):
-    """A storage format of quantised matrices. `leaves`: last words of the parts' names; `unread`: those of accompanying
+    """A storage format of quantised matrices. `leaves`: last words of the parts' names; `unread`: names of accompanying
     tensors that this engine's arithmetic does not use."""
 
     leaves: tuple[str, ...]
