@@ -153,8 +153,7 @@ class RequestState:
         return self.stages == Role.E
 
     def ending_with(self, token_id: int) -> Ending | None:
-        """Returns the Ending that its latest token, `token_id`, which is in `generated` already, leads to; None if it
-        continues."""
+        """Returns the Ending after `token_id`, its latest token, in `generated` already; None if it continues."""
         reason = self.request.finish_reason(self.num_generated, token_id)
         if reason is None:
             return None

@@ -127,6 +127,5 @@ class StartedOrders:
         del self._orders[: bisect_right(self._orders, oldest_waiting)]
 
     def younger_than(self, order: Order) -> int:
-        """Number of recorded starts of younger requests. Only the difference of two calls, while the request waits, has
-        a meaning."""
+        """Number of recorded starts of younger requests; only differences of calls while it waits mean anything."""
         return len(self._orders) - bisect_right(self._orders, order)
