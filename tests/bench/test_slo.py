@@ -18,7 +18,7 @@ def record(ttft_s: float, gaps_s: list[float], *, error: str | None = None, coun
     return Record(0, "text", 10.0, 10.1, stamps[-1], sum(counts), tuple(stamps), tuple(counts), error=error)
 
 
-LIMITS = Limits(ttft_s=1.0, tpot_s=0.1)
+LIMITS = Limits(ttft_s=1.0, tpot_limit_s=0.1)
 
 
 def test_latency_counts_from_when_a_request_was_due() -> None:
