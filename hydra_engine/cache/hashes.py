@@ -69,8 +69,8 @@ def extend_chain(
 
 
 def _runs(tokens: bytes, images: Sequence[ImageItem], start: int, end: int, first: int) -> Iterator[bytes]:
-    """Yields the encoded bytes of positions [start, end) as maximal runs of text and of single images. `tokens`: 8
-    bytes each, from position `first` on."""
+    """Yields the bytes that stand for positions [start, end) in a block's hash, one item per run of text or of one
+    image. `tokens`: the token ids from position `first` on, 8 bytes each."""
 
     def text(position: int, stop: int) -> bytes:
         ids = tokens[(position - first) * _TOKEN_BYTES : (stop - first) * _TOKEN_BYTES]
@@ -91,8 +91,8 @@ def _runs(tokens: bytes, images: Sequence[ImageItem], start: int, end: int, firs
 
 
 def _image_run(image: ImageItem, count: int, offset: int) -> bytes:
-    """Encodes `count` positions of a span from its `offset`th on. KV of a span depends on its features and, if the
-    model has them, on its rotary positions, which also determine the positions of the text behind it."""
+    """Returns the bytes that stand for positions [offset, offset + count) of an image's span in a block's hash: the
+    picture's digest and, if the model has multimodal rotary positions, those of the span, since KV depends on both."""
     rope = image.rope
     if rope is None:
         return _IMAGE_RUN.pack(_IMAGE, count, offset) + image.digest

@@ -113,9 +113,9 @@ def check_slots(seq_slots: SlotPool) -> None:
 
 
 def check_features(features: FeatureCache) -> None:
-    """Raises AssertionError unless exactly the entries that are ENCODING or ENCODED have blocks, shared by no two, of
-    all entries exactly the ENCODED ones can be found by their hashes (none if nothing is kept for reuse), and entries
-    without users are ENCODING; and as `check_tables`."""
+    """Raises AssertionError as `check_tables`, and unless exactly the entries that are ENCODING or ENCODED have blocks,
+    no two share a block, exactly the ENCODED ones are found by their hashes (none if features are not kept for reuse),
+    and all entries without users are ENCODING."""
     check_tables(features._blocks)
     holding = {key for key, entry in features._entries.items() if entry.progress != ImageProgress.WAITING}
     assert holding == features._blocks.tables.keys(), "entries and blocks disagree"

@@ -17,8 +17,8 @@ class PrefixCache:
     """Prefix lookup for requests, and publication of the blocks that they compute.
 
     The hashes of a request are computed at the first lookup, and extended as its answer fills blocks. Computed blocks
-    are queued and published before the next lookup or before blocks are freed, so that it takes no time between two
-    steps.
+    are queued and published before the next lookup or before blocks are freed, so that publishing takes no time between
+    two steps.
 
     `enabled` False: nothing is found or published. `shares_features`: images with the same picture have the same key.
     """

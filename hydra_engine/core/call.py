@@ -55,8 +55,8 @@ class ImagePart:
 
 @dataclass(frozen=True, slots=True)
 class VideoPart:
-    """A video in a message. `source`: as in ImagePart, or a list of frames. `param`: its place in the request. `fps`:
-    of these frames, in frames per second."""
+    """A video in a message. `source`: as in ImagePart, or frames: a list of pictures or an array [F, H, W, channels].
+    `param`: its place in the request. `fps`: frames per second of such frames; None: the preprocessor's default."""
 
     kind: ClassVar = "video"
     source: Any
@@ -96,7 +96,7 @@ class ToolCall:
 
 def _arguments(value: Mapping[str, Any] | str | None, param: str) -> tuple[Mapping[str, Any] | str, int]:
     """(arguments as `ToolCall` keeps them, number of JSON values in them). Text that is no JSON object counts as one
-    value; of text beyond the bounds, the values before them count. Raises InvalidRequest as `ToolCall`."""
+    value, blank text as none; of an object in text the values up to its first problem count. Raises as `ToolCall`."""
     if value is None or (isinstance(value, str) and not value.strip()):
         return {}, 0
     if isinstance(value, Mapping):

@@ -165,7 +165,7 @@ class FairQueue(Generic[J]):
         return chosen, job
 
     def begin(self, client: str) -> None:
-        """Counts a job that was not queued as begun. The caller must call `end` for it."""
+        """Counts as begun a job that did not have to be queued. The caller must call `end` for it."""
         state = self._find(client)
         state.num_running += 1
         state.begun_at = self._tick()
@@ -189,8 +189,8 @@ class FairQueue(Generic[J]):
                 self._wait(client, state)
 
     def _next(self, may_begin: Callable[[str], bool]) -> str | None:
-        """The client whose job begins next, or None. Leaves out those that have begun a job since the longest waiting
-        client that may begin started to wait; of the rest the one with the least used time."""
+        """The client whose job begins next; None if no waiting client may begin. Of those that may, and have begun no
+        job since the longest waiting one of them started to wait, it is the one with the least used time."""
         now, since, best, min_s = self._clock(), None, None, 0.0
         for client, state in self._waiting.items():
             if not may_begin(client):
@@ -252,7 +252,7 @@ class Turns:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`noun`: what waits, in the plural, for error messages. `num_slots`: jobs at once. `max_waiting`: the most
-        waiting jobs of all clients."""
+        waiting jobs of all clients; one client alone gets half of them. `clock`: in seconds, for used times."""
         self._queue: FairQueue[asyncio.Future[None]] = FairQueue(noun, max_waiting, clock)
         self._num_free = num_slots
         self._keeps_free = keeps_free

@@ -42,8 +42,8 @@ class Reasoning:
 @dataclass(frozen=True, slots=True)
 class Calls:
     """Function calls in the format of a model. `source`: a Lark grammar that may use the rules `opening` and `closing`,
-    which match these marks (each a special token or text), and `@call`, JSON that fits the JSON Schema `schema`. Empty
-    ones are not defined."""
+    which match these marks (each a special token or text), and `@call`, JSON that fits the JSON Schema `schema`. A
+    rule whose field is empty is not defined."""
 
     source: str
     schema: str = ""
@@ -113,8 +113,8 @@ class Grammar:
         return replace(self, calls=calls)
 
     def after_reasoning(self, start: str, end: str, *, opened: bool) -> Grammar:
-        """The grammar of reasoning (see `Reasoning`), optional white space, then this grammar. White space around the
-        marks is removed. Raises InvalidRequest unless marks have 1 to MAX_MARK_CHARS characters."""
+        """The grammar of reasoning with these fields of `Reasoning`, optional white space, then this grammar. Strips
+        `start` and `end` of white space; raises InvalidRequest unless each keeps 1 to MAX_MARK_CHARS characters."""
         return replace(self, reasoning=Reasoning(start.strip(), end.strip(), opened))
 
 
@@ -141,7 +141,7 @@ def response_grammar(asked: object) -> Grammar | None:
 
 def _as_json(kind: str, source: object, param: str) -> str:
     """JSON text of a source that is no text: a dict or pydantic model for "json_schema", a list or tuple for "choice".
-    Raises InvalidRequest for others, and for values that are not JSON."""
+    Raises InvalidRequest for other sources, and for values that `json.dumps` refuses."""
     make_schema = getattr(source, "model_json_schema", None)  # a pydantic model's, which need not be installed
     if kind == "json_schema" and isinstance(source, type) and callable(make_schema):
         source = make_schema()

@@ -40,7 +40,7 @@ class Role(Flag):
 
     @property
     def needs_vision(self) -> bool:
-        """True if it loads the vision tower and the projector, and writes an image cache: with E."""
+        """True if it loads the vision tower and the projector: with E."""
         return Role.E in self
 
     @property
@@ -103,7 +103,7 @@ class Topology:
         return tuple(others if spec.device == "auto" else spec.device for spec in self.instances)
 
     def with_devices(self, devices: Sequence[str]) -> Topology:
-        """The topology with these devices, one for each instance. Raises ValueError for another number of them."""
+        """A copy of the topology with these devices, one for each instance. Raises ValueError for another number."""
         placed = zip(self.instances, devices, strict=True)
         return Topology(tuple(replace(spec, device=device) for spec, device in placed))
 
@@ -232,7 +232,8 @@ def _nearest(topology: Topology) -> int:
 
 
 def _with_stages(topology: Topology, stages: Role) -> Topology:
-    """The topology whose `_nearest` instance also serves `stages`."""
+    """A copy of the topology in which the `_nearest` instance, the one that takes them most cheaply, also serves
+    `stages`."""
     instances = list(topology.instances)
     index = _nearest(topology)
     instances[index] = replace(instances[index], role=instances[index].role | stages)
@@ -240,8 +241,8 @@ def _with_stages(topology: Topology, stages: Role) -> Topology:
 
 
 def _with_instance(topology: Topology, role: Role) -> Topology:
-    """The topology with another instance of this role, on the device of the `_nearest` one. It comes before the first
-    instance whose role begins with a later stage."""
+    """A copy of the topology with one more instance, of this role and on the device of the `_nearest` one, before the
+    first instance whose role begins with a later stage."""
     instances = list(topology.instances)
     own = "EPD".index(role.letters[0])
     later = (i for i, spec in enumerate(instances) if "EPD".index(spec.role.letters[0]) > own)
@@ -250,7 +251,7 @@ def _with_instance(topology: Topology, role: Role) -> Topology:
 
 
 def _moved(topology: Topology, devices: dict[str, str]) -> Topology:
-    """The topology with the devices that are keys of `devices` replaced by their values."""
+    """A copy of the topology in which devices that are keys of `devices` are replaced by their values."""
     return Topology(tuple(replace(spec, device=devices.get(spec.device, spec.device)) for spec in topology.instances))
 
 

@@ -52,7 +52,7 @@ E = TypeVar("E", TextLogprob, TextLogprob | None)
 
 class _Lazy(Sequence[E], Generic[E]):
     """A sequence that builds its entries at each access; a slice is a tuple. Equal to any sequence of equal entries,
-    copied and pickled as their tuple, and not hashable."""
+    copied and pickled as a tuple of them, and not hashable."""
 
     def _entry(self, index: int, *, with_top: bool = True) -> E:
         """Builds the entry at an index within [0, len). Without `with_top` its `top` stays empty."""
@@ -156,8 +156,7 @@ class PromptLogprobs(_Lazy[TextLogprob | None]):
 
 
 def without_candidates(entries: Sequence[E]) -> Iterator[E]:
-    """The entries, for a caller that does not read `top`: it is empty where it would have to be built, else as it
-    is."""
+    """The entries, for a caller that does not read `top`, which is left empty where it would have to be built."""
     return entries.without_candidates() if isinstance(entries, _Lazy) else iter(entries)
 
 

@@ -73,7 +73,7 @@ class StageSpan:
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Token and image counts. `cached_tokens`: tokens found in the KV cache at the request's start. `num_images` counts
-    pictures and videos, `cached_images` pictures of which nothing was encoded or loaded for the request itself."""
+    pictures and videos, `cached_images` those of which nothing was encoded or loaded for the request itself."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -189,7 +189,7 @@ class Result:
 
 @dataclass(slots=True)  # not frozen: one is made for every token, and that would cost three times as much
 class Piece:
-    """An item of a stream: new text (may be empty in the last one), the new tokens, and in the last one the result.
+    """An item of a stream: new text (may be empty), the new tokens, and in the last one the result.
 
     With n > 1 pieces of all answers are mixed; `index` is the answer's, and each answer ends with a piece that has its
     result. The first piece of each answer has the values of the prompt.

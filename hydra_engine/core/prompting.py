@@ -140,8 +140,8 @@ def check_json(value: object, param: str, max_chars: int) -> int:
 
 
 def count_plain_values(value: object, max_chars: int) -> tuple[int, str | None]:
-    """(number of values counted until the first problem, the problem): the second is a phrase after the field's name if
-    `value` is not plain JSON within the bounds of `check_json`, else None. Names in objects count as values."""
+    """(number of values counted up to the first problem, that problem as a phrase to follow the field's name; None if
+    `value` is plain JSON within the bounds of `check_json`). Names in objects count as values."""
     num_chars = num_values = 0
     for num_values, (one, depth) in enumerate(_values_of(value), 1):
         if depth > MAX_JSON_DEPTH:
@@ -188,7 +188,7 @@ def _is_plain(value: object) -> bool:
 @dataclass(frozen=True, slots=True)
 class PixelBudget:
     """Minimum and maximum pixels to which each picture of a request is resized, within the engine's limits. None: as
-    configured. Raises `InvalidRequest` for values below 1, above MAX_PIXELS, or out of order.
+    configured. Raises `InvalidRequest` unless they are integers from 1 to MAX_PIXELS in order.
 
     A picture that is split into tiles gets a number of tiles within these limits, or the closest possible one. Families
     with one fixed size ignore them, and videos stay as configured.

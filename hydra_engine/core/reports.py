@@ -122,8 +122,8 @@ class StepSpeeds(msgspec.Struct, frozen=True):
 
 class StageReport(msgspec.Struct, frozen=True):
     """The present stage of a request, or of an `Encode`, on an instance. `stage`: "queue", "encode", "prefill",
-    "transfer" or "decode". `done` of `of`: pictures and videos with features while it waits for images, computed tokens
-    in prefill; else None. Requests in phase `decoding` have no report."""
+    "transfer" or "decode", in reports that the frontend makes also "lost". `done` of `of`: pictures and videos with
+    features while it waits for images, computed tokens in prefill; else None. An instance reports none that decode."""
 
     request_id: RequestId
     stage: str

@@ -23,8 +23,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class VisionResult:
-    """The result of a VisionPlan. Times are monotonic seconds. `errors[i]`: the error of item i of the plan, or
-    None."""
+    """The result of a VisionPlan. Times are monotonic seconds. `errors[i]`: the error of its item i, or None."""
 
     step_id: StepId
     started_s: float

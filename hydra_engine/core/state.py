@@ -78,8 +78,9 @@ class RequestState:
 
     `num_tokens` counts the prompt and the generated tokens. The last generated token has no KV until the next step, so
     a request that is DECODING has `num_computed == num_tokens - 1`, derived from its tokens. In other phases
-    `num_computed` is `num_prefilled`, which a decoding request does not keep up to date. Preemption sets that to 0 and
-    keeps everything else. A request that starts on cached blocks starts with `num_prefilled` behind them.
+    `num_computed` is `num_prefilled`, which a decoding request does not keep up to date. Preemption sets that
+    and `num_published` to 0 and frees blocks and slot; tokens and hashes stay. A request that starts on cached blocks
+    starts with `num_prefilled` behind them.
 
     `plans_in_flight` counts vision plans, chunks and jobs of the connector; decode rows in flight are counted by slot
     (`DecodeTable.num_in_flight`).
@@ -153,7 +154,7 @@ class RequestState:
         return self.stages == Role.E
 
     def ending_with(self, token_id: int) -> Ending | None:
-        """Returns the Ending after `token_id`, its latest token, in `generated` already; None if it continues."""
+        """Returns the Ending if `token_id`, already the last one in `generated`, ends the request, else None."""
         reason = self.request.finish_reason(self.num_generated, token_id)
         if reason is None:
             return None
@@ -188,7 +189,7 @@ class RequestState:
     @property
     def scores_prompt(self) -> bool:
         """True while log probabilities of the prompt are wanted and not complete, which is until the first token. All
-        positions of the prompt are computed for them, even if the cache has their KV; with `external_kv` at the
+        positions of the prompt are computed for them, even if the cache has their KV; with `external_kv` by the
         instance that prefills."""
         return self.request.sampling.prompt_logprobs is not None and not self.generated
 

@@ -8,7 +8,6 @@ _LIBC = ctypes.CDLL(None) if hasattr(ctypes.CDLL(None), "malloc_trim") else None
 
 
 def trim_heap() -> None:
-    """Returns free heap pages to the system; does nothing without glibc. Blocks for tens of milliseconds if there are
-    many."""
+    """Returns free heap pages to the system, which may take tens of milliseconds; does nothing without glibc."""
     if _LIBC is not None:
         _LIBC.malloc_trim(0)

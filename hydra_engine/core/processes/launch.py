@@ -20,20 +20,20 @@ _PR_SET_NO_NEW_PRIVS = 38
 
 
 def command(module: str) -> tuple[str, ...]:
-    """The command line that runs a module bound to its parent; arguments may follow. The process needs
-    `parent_variable` in its environment."""
+    """The command line, to be followed by arguments, that runs a module in a child that Linux kills with its parent.
+    `parent_variable()` in the child's environment makes it also notice a parent that died before it began."""
     return (sys.executable, "-m", "hydra_engine.core.processes.launch", module)
 
 
 def parent_variable() -> dict[str, str]:
-    """The environment variable (name, value) by which a child knows that this process is its parent."""
+    """The environment variable, as {name: value}, by which a child knows that this process is its parent."""
     return {PARENT: str(os.getpid())}
 
 
 def bind_to_parent() -> None:
     """Makes Linux kill this process when the thread that started it ends, also while it is stopped or in a long call,
-    and forbids new privileges by execve. Exits with code 1 if the parent, known from its environment variable, has died
-    already. Does nothing on other systems, where the child ends when its channel does."""
+    and forbids new privileges by execve. Exits with code 1 if the parent has died already, which only
+    `parent_variable` in the environment shows. Does nothing on other systems, where the child ends with its channel."""
     if sys.platform != "linux":
         return
     prctl = ctypes.CDLL(None).prctl
@@ -45,7 +45,7 @@ def bind_to_parent() -> None:
 
 
 def main() -> None:
-    """Binds this process to its parent, then runs the module that is its first argument with the arguments after it."""
+    """Calls `bind_to_parent`, then runs the module named by the first argument with the arguments after it."""
     bind_to_parent()
     _, module, *arguments = sys.argv
     sys.argv[1:] = arguments
