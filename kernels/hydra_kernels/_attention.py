@@ -63,7 +63,8 @@ def store_parts(
 def tile_of_segment(
     cu_seqlens: tl.tensor, num_segments: tl.tensor, ROWS: tl.constexpr, SEARCH: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Returns (segment of this program's tile, the tile's first row in it), by axes 2 and 0 of the grid.
+    """Returns (segment of this program's tile, the tile's first row in it, which may be beyond the segment's end): axes
+    2 and 0 of the grid if SEARCH is 0. ROWS: of a tile.
 
     With SEARCH, a power of two of at least `num_segments`, axis 0 enumerates the tiles of all segments; a program after
     the last tile gets a row beyond every segment's end.
@@ -141,7 +142,7 @@ def attend(
 
     q: [M, D]; k, v: [K, D]; visible: [M, K], read only if MASKED; top (the largest score, in base 2), total (the sum of
     weights): [M]; acc (the weighted sum of values): [M, D]. scale includes log2(e). int8 k and v come with scales [K],
-    which multiply scores and weights: integers are exact in q's dtype.
+    which multiply scores and weights: integers are exact in q's dtype. DTYPE: as in `dot`.
     """
     if key_scales is not None:
         k0, k1 = k0.to(tl.float32).to(q0.dtype), k1.to(tl.float32).to(q0.dtype)

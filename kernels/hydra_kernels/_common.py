@@ -48,8 +48,8 @@ def dot(a: tl.tensor, b: tl.tensor, acc: tl.tensor, DTYPE: tl.constexpr) -> tl.t
 
 @triton.jit
 def launch_dependents(PDL: tl.constexpr) -> None:
-    """Lets the next kernel start early (programmatic dependent launch) once every program of this one has called it.
-    Does nothing without PDL."""
+    """Lets the next kernel start early (programmatic dependent launch) once every program of this one has called it or
+    has ended. Does nothing without PDL."""
     if PDL:
         gdc_launch_dependents()
 
@@ -97,8 +97,8 @@ def split_head_dim(dim: int) -> tuple[int, int]:
 
 
 def split_for_lanes(dim: int) -> tuple[int, int]:
-    """Splits a head dim as `split_head_dim` for kernels that sum over it without tensor cores, but 128 into 64 + 64,
-    which takes a third of the registers of one tile."""
+    """Columns (D0, D1) of the two tiles of a head dim in kernels without tensor cores, where the lanes of a warp add
+    the products. As `split_head_dim`, but a single tile of 128 becomes 64 + 64, with a third of its registers."""
     return (64, 64) if split_head_dim(dim) == (128, 0) else split_head_dim(dim)
 
 
@@ -136,8 +136,8 @@ _TMA = {64: AttentionLaunch(128, TMA_KEYS, 8, 3), TMA_WIDTH: AttentionLaunch(128
 
 @cache
 def decode_launch(dim: int, group: int, dtype: torch.dtype) -> AttentionLaunch:
-    """Launch of decode attention with `group` query heads per KV head, which use the tensor cores, as 16 or more rows,
-    if they are several. Raises ValueError for a head dim above 256."""
+    """Launch of decode attention. group: query heads per KV head; several are the rows of a tile of 16 or more for the
+    tensor cores. Raises ValueError for a head dim above 256."""
     if group == 1:
         return _launch(_DECODE_MHA, dim, dtype)
     rows, launch = max(16, next_power_of_2(group)), _launch(_DECODE_GQA, dim, dtype)
@@ -164,8 +164,7 @@ def tma_launch(dim: int) -> AttentionLaunch:
 
 
 def _launch(table: dict[int, AttentionLaunch], dim: int, dtype: torch.dtype) -> AttentionLaunch:
-    """Entry of the table for a head dim, with smaller tiles in float32. Raises ValueError for a wider head dim than the
-    table has."""
+    """Entry of the table for a head dim, smaller tiles in float32. Raises ValueError if no entry is wide enough."""
     width = sum(split_head_dim(dim))
     launch = next((entry for limit, entry in table.items() if width <= limit), None)
     if launch is None:
@@ -326,8 +325,7 @@ def few_rows_quantized_launch(num_rows: int, num_out: int, num_in: int, dtype: t
 
 
 def tiled_quantized_launch(num_out: int, group_size: int, dtype: torch.dtype, capability: int) -> LinearLaunch:
-    """Launch for any number of rows, on which it does not depend, and quantised weights with `group_size` inputs for
-    each scale."""
+    """Launch for any number of rows, on which it does not depend, with `group_size` inputs per scale of the weight."""
     if dtype.itemsize > 2:
         return _TILED_QUANTIZED_WIDE
     if group_size <= _SMALL_GROUP:
@@ -342,8 +340,7 @@ def _first(table: dict[int, Entry], size: int) -> Entry:
 
 @cache
 def capability_of(device: torch.device) -> int:
-    """Compute capability as 80, 90, ..; 90 for tensors on the host, when a kernel is interpreted or compiled without a
-    GPU."""
+    """Compute capability as 80, 90, ..; 90 for tensors on the host (kernels interpreted, or compiled without a GPU)."""
     if device.type != "cuda":
         return 90
     major, minor = torch.cuda.get_device_capability(device)

@@ -82,7 +82,7 @@ def lower_bound(
     below 1, else by min_p `least`.
 
     peaks: [PARTS * GROUPS], largest logits of disjoint groups. sums: pointer to the parts' sums of weights, each
-    relative to the part's largest. STEPS: bisection steps for top_k.
+    relative to the part's largest. GROUPS: of a part. STEPS: bisection steps for top_k. scale: as in `weight_of`.
     """
     highest = tl.max(peaks, axis=0)
     if (k > 0) & (k < VOCABULARY):
@@ -253,7 +253,8 @@ def walk(
     """Column, within one part, of the first kept logit whose cumulative weight is above `mark`, or else of the last
     kept one, 0 if there is none.
 
-    Kept are logits as in `apply_filters`; `bound`, `ties` and `least` are this part's. count: logits of the part, or of
+    Kept are logits as in `apply_filters`, by the row's `bound` and `least` and this part's `ties`; without a filter all
+    (minus infinity, 0, 0). logits, offsets: pointers to the part's logits and list. count: logits of the part, or of
     its list if `listed`.
     """
     start = tl.full([], 0, tl.int32)

@@ -26,7 +26,7 @@ def _normed(
     values: tl.tensor, squares: tl.tensor, norm: tl.tensor, k: tl.tensor, K: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """Returns (values [R, DEPTH] times the norm's weights at inputs `k`, in float32; `squares` [R, DEPTH / _EACH] plus
-    the squares of values)."""
+    sums of _EACH squares of values)."""
     wide = values.to(tl.float32)
     squares += tl.sum(tl.reshape(wide * wide, [squares.shape[0], squares.shape[1], _EACH]), axis=2)
     return wide * tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32), squares
@@ -58,8 +58,9 @@ def few_rows_sums(
     so that the order of sums is fixed. From 64 columns on the product is transposed, with outputs as the tensor cores'
     rows: then both operands come from shared memory.
 
-    inside: [C], False for columns to skip. norm: [K] or None. The one row of x is normed with these weights; then the
-    span must be all of K. x is read once: its root mean square divides the sums at the end.
+    column: [C], rows of the weight [N, K]; inside: [C], False for those to skip, whose sums are 0. norm: [K] or None.
+    The one row of x is normed with these weights; then the span must be all of K. x is read once: its root mean square
+    divides the sums at the end.
     """
     LAST: tl.constexpr = (SPAN - 1) // DEPTH * DEPTH
     SWAPPED: tl.constexpr = column.shape[0] >= 64
@@ -194,8 +195,7 @@ def _join_launches(num_out: int, stride_residual: int, act: str | None, rounded:
 
 
 def check_weight(weight: Tensor, x: Tensor) -> None:
-    """Raises ValueError unless the weight is a contiguous [N, K] of the dtype and on the device of x [M, K], which is
-    checked already."""
+    """Raises ValueError unless the weight is a contiguous [N, K] of the dtype and on the device of x [M, K]."""
     num_in = x.shape[1]
     if weight.dim() != 2 or weight.shape[1] != num_in or not weight.is_contiguous() or weight.dtype is not x.dtype:
         raise ValueError(f"weight: expected contiguous [N, {num_in}] {x.dtype}, got {described(weight)}")

@@ -53,7 +53,7 @@ def merge(
     average of the splits' results, weighted by their softmax totals, STEP splits at a time. A context of 0 gives zeros.
 
     ROWS: GROUP rounded up to a tile. partial: [.., num_splits, D]; log_totals: [.., num_splits], in base 2, read only
-    for splits that have keys. PADDED: the least power of two >= D.
+    for splits that have keys. PADDED: the least power of two >= D. KEYS: as in `split_bounds`.
     """
     member = tl.arange(0, ROWS)
     place = group * GROUP + member

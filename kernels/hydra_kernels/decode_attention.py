@@ -90,8 +90,8 @@ def _decode_mha_kernel(
     """Decode attention with one query head per KV head. Grid (B, Hkv, splits).
 
     out: [B, Hq, D]; partial: [B, Hq, splits, D] and log_totals: [B, Hq, splits], in base 2, of splits that have keys;
-    counters: [B * Hkv], 0 before and after. SINGLE: there is one split, which writes `out` alone; these three are None.
-    PADDED: the least power of two >= D. STEP: splits that are merged at a time.
+    counters: [B * Hkv], 0 before and after. SINGLE: there is one split, which writes `out`; partial, log_totals and
+    counters are None. scale includes log2(e). PADDED: the least power of two >= D. STEP: splits merged at a time.
     """
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     launch_dependents(PDL)
@@ -187,8 +187,7 @@ def _decode_gqa_kernel(
     PDL: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> None:
-    """Decode attention with GROUP query heads per KV head, the rows of a tile of ROWS. Arguments as
-    `_decode_mha_kernel`."""
+    """Decode attention with GROUP query heads per KV head, rows of a tile of ROWS. Else as `_decode_mha_kernel`."""
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     launch_dependents(PDL)
     wait_for_previous(PDL)
@@ -376,7 +375,8 @@ def _launches(
     *,
     single: bool,
 ) -> Launch:
-    """Builds the launch. group: query heads per KV head. single: there is one split."""
+    """Constants and options of `_decode_mha_kernel` (a `group` of 1) or `_decode_gqa_kernel`. group: query heads per KV
+    head. single: there is one split."""
     first, rest = split_for_lanes(dim) if group == 1 else split_head_dim(dim)
     padded = next_power_of_2(dim)
     constants: dict[str, Any] = {

@@ -49,7 +49,7 @@ def _round_rows_kernel(
     COLUMNS: tl.constexpr,
 ) -> None:
     """Rounds one row, held in registers as [GROUPS, COLUMNS] words of two numbers, and stores words and steps. Grid
-    (R,). Rows from `num_rows` on are zeros."""
+    (R,). Rows from `num_rows` on are zeros. GROUP_WORDS: words that share a step."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     place = tl.arange(0, COLUMNS)

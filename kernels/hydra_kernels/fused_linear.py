@@ -137,8 +137,8 @@ def _rope_linear_kernel(
     DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Computes PAIRS pairs of one head; the grid numbers heads of queries, then keys, then values. Grid (heads * tiles
-    of PAIRS in HALF,).
+    """Computes PAIRS rotary pairs of one head for `rope_linear`; the grid numbers heads of queries, then keys, then
+    values. Grid (heads * tiles of PAIRS in HALF,).
 
     Keys and values of rows whose slot is not in the cache are not written; queries always are.
     """
@@ -282,8 +282,8 @@ def _rope_launches(
     launch: LinearLaunch,
     device: torch.device,
 ) -> Launch:
-    """Builds the launch. shape: heads, KV heads, half a head dim, slots of a block. strides: heads of the caches, cos,
-    sin."""
+    """Constants and options of `_rope_linear_kernel`. shape: query heads, KV heads, half a head dim, slots of a block.
+    strides: between heads of the caches, rows of cos, rows of sin; `stride`: rows of x."""
     names = "HEADS", "KV_HEADS", "HALF", "BLOCK_SIZE", "STRIDE_HEAD", "STRIDE_COS", "STRIDE_SIN"
     return Launch(**dict(zip(names, (*shape, *strides), strict=True)), **_constants(num_in, stride, launch, device))
 

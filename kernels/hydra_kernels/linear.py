@@ -54,7 +54,7 @@ def _small_linear_kernel(
     PDL: tl.constexpr,
 ) -> None:
     """Stores a tile of `small_linear`'s result, summed over one span of inputs. Grid (N / COLUMNS, K / SPAN). With
-    several spans (split-K) `out` is [splits, num_rows, N] float32, and the other arguments of the epilogue are None."""
+    several spans (split-K) `out` is [splits, num_rows, N] float32, and ACT, bias and residual are None."""
     launch_dependents(PDL)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     split = tl.program_id(1)
@@ -196,7 +196,8 @@ def _small(
     *,
     rounded: bool = False,
 ) -> None:
-    """Launches the kernel of `small_linear`. end = (bias, residual, out)."""
+    """Launches the kernel of `small_linear`. end = (bias, residual, out); with several splits (None, None, partial
+    sums)."""
     num_out, num_in = weight.shape
     strides = x.stride(0), stride_residual
     launches = _small_launches(num_out, num_in, strides, act, rounded, launch, x.device)
@@ -213,7 +214,8 @@ def _small_launches(
     launch: LinearLaunch,
     device: torch.device,
 ) -> Launch:
-    """Builds the launch. strides: rows of x, rows of the residual."""
+    """Constants and options of `_small_linear_kernel` for a layer. strides: between rows of x, and of the residual.
+    rounded: the product is rounded before the residual is added."""
     return Launch(
         N=num_out,
         K=num_in,

@@ -98,8 +98,8 @@ def _score_part_kernel(
 
     Writes its largest logit to `peaks`, the sum of exp(logit - largest) to `sums`, to `above` the number of tokens that
     precede the row's token (a larger logit, or an equal one and a lower id), and its first `num_top` logits and ids in
-    that order to `best` and `best_ids`. Rows with a `num_top` of -1 are skipped; a logit that is not finite counts as
-    minus infinity.
+    that order to `best` and `best_ids`, [B, PARTS, LISTED]. Rows with a `num_top` of -1 are skipped; a logit that is
+    not finite counts as minus infinity.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     count = tl.load(num_top + row)
@@ -144,7 +144,8 @@ def _score_kernel(
     LISTED: tl.constexpr,
     MOST: tl.constexpr,
 ) -> None:
-    """Merges the parts of a row to the results of `score_tokens`; skips rows with a `num_top` of -1. Grid (B,)."""
+    """Merges the parts of a row into `numbers` and `places`, the results of `score_tokens` with a `max_top` of MOST;
+    skips rows with a `num_top` of -1. Grid (B,)."""
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(num_top + row)
     if count < 0:
@@ -275,7 +276,7 @@ def score_tokens(logits: Tensor, tokens: Tensor, num_top: Tensor, max_top: int) 
 def _check_table(
     name: str, table: Tensor, shape: tuple[int | None, int], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raises ValueError unless the table is contiguous [rows, columns]; rows of None allow any number."""
+    """Raises ValueError unless the table is contiguous, of `shape` (rows of None: any), `dtype` and `device`."""
     rows, columns = shape
     good = table.dim() == 2 and table.shape[1] == columns and rows in (None, table.shape[0])
     if not good or table.dtype is not dtype or not table.is_contiguous() or table.device != device:

@@ -50,7 +50,7 @@ def _packed_kernel(
     """Stores attention of a tile of ROWS queries of one head. Grid (tiles of the longest segment, H, segments).
 
     With SEARCH, a power of two of at least `num_segments`: grid (upper bound of all segments' tiles, H), and a program
-    looks up the segment of its tile.
+    looks up the segment of its tile. scale includes log2(e).
     """
     head = tl.program_id(1)
     segment, first_row = tile_of_segment(cu_seqlens, num_segments, ROWS, SEARCH)
@@ -108,8 +108,8 @@ def packed_attention(
     uses one tile size for any `max_length`, so that a segment's result does not depend on the lengths of the others.
     search: for segments that are mostly much shorter than `max_length`, or known to the device only: launches programs
     for as many tiles as P rows can have, not for the longest segment times the number of segments; ignored beyond 1024
-    segments and where that is no less. tma: uses the kernel for Hopper; the caller has checked k and v by
-    `tma_attention.can_read`. Reads nothing back from the device.
+    segments and where that is no less. tma: uses the kernel for Hopper, after setting Triton's allocator for this
+    thread to `tma_attention.scratch`; the caller has checked k and v by `can_read`. Reads nothing back from the device.
     """
     check_heads("q", q)
     for name, tensor in (("k", k), ("v", v)):
@@ -145,7 +145,7 @@ def packed_attention(
 def _launches(
     num_heads: int, dim: int, head_strides: tuple[int, int, int], launch: AttentionLaunch, search: int
 ) -> Launch:
-    """Builds the launch. head_strides: q, k, v. search: SEARCH of the kernels, 0 for none."""
+    """Constants and options of `_packed_kernel` and `packed_tma_kernel`. head_strides: q, k, v. search: SEARCH."""
     return Launch(
         HEADS=num_heads,
         STRIDE_Q_HEAD=head_strides[0],

@@ -67,7 +67,7 @@ def _prefill_kernel(
     request, Hkv, B).
 
     With SEARCH, a power of two of at least `num_requests`: grid (upper bound of all requests' tiles, Hkv), and a
-    program looks up the request of its tile.
+    program looks up the request of its tile. scale includes log2(e).
     """
     head = tl.program_id(1)
     if SEARCH > 0:
@@ -152,17 +152,18 @@ def prefill_attention(
 ) -> Tensor:
     """Returns softmax(scale * q K^T + causal mask) V of each request's queries over its context: contiguous [T, Hq, D].
 
-    q: [T, Hq, D], tokens and heads at any stride; request r has rows [cu_q[r], cu_q[r + 1]), at most `max_q`, which is
-    at most T, the last of its num_context[r] tokens. k_cache, v_cache: [N, S, Hkv, D], strided views of a block-major
-    cache; block_tables: [B, max_blocks] int32 with dense rows and arbitrary entries beyond the context; cu_q: [B + 1]
-    and num_context: [B] int32. Query head h reads KV head h // (Hq / Hkv). Rows from cu_q[B] on are not written; a
-    query with a context of 0 (padding) gets zeros. out: the result's tensor, a new one by default. scales: of int8
-    caches, as in `decode_attention`.
+    q: [T, Hq, D], tokens and heads at any stride; request r has rows [cu_q[r], cu_q[r + 1]), the last of its
+    num_context[r] tokens. max_q: at least the most rows of a request, at most T. k_cache, v_cache: [N, S, Hkv, D],
+    strided views of a block-major cache; block_tables: [B, max_blocks] int32 with dense rows and arbitrary entries
+    beyond the context; cu_q: [B + 1] and num_context: [B] int32. Query head h reads KV head h // (Hq / Hkv). Rows from
+    cu_q[B] on are not written; a query with a context of 0 (padding) gets zeros. out: the result's tensor, a new one by
+    default. scales: of int8 caches, as in `decode_attention`.
 
-    tma: uses the kernel for Hopper; the caller has checked the caches by `tma_attention.can_read_cache`. max_requests:
-    upper bound of the requests that have queries, for steps of up to 1024 requests whose rows are known to the device
-    only, without `tma`: launches programs for as many tiles as q can have then, not for the longest request times the
-    number of requests; 0 (the default): the latter. Reads nothing back from the device.
+    tma: uses the kernel for Hopper, after setting Triton's allocator for this thread to `tma_attention.scratch`; the
+    caller has checked the caches by `can_read_cache`. max_requests: upper bound of the requests that have queries, for
+    steps of up to 1024 requests whose rows are known to the device only, without `tma`: launches programs for as many
+    tiles as q can have then, not for the longest request times the number of requests; 0 (the default): the latter.
+    Reads nothing back from the device.
     """
     group = check_paged(q, k_cache, v_cache, block_tables, num_context, scales)
     check_scale(scale)
@@ -202,8 +203,8 @@ def prefill_attention(
 def _launches(
     shape: tuple[int, int, int, int], stride_q_head: int, stride_head: int, launch: AttentionLaunch, search: int | None
 ) -> Launch:
-    """Builds the launch. shape: heads, slots of a block, heads per KV head, head dim. search: None for the Hopper
-    kernel."""
+    """Constants and options of `_prefill_kernel`, or of `prefill_tma_kernel` with a `search` of None. shape: query
+    heads, slots of a block, query heads per KV head, head dim."""
     heads, block_size, group, dim = shape
     return Launch(
         HEADS=heads,

@@ -23,8 +23,8 @@ _TILE = 1024  # elements of half heads per program: some heads of one token
 def _loaded(
     source: tl.tensor, heads: tl.tensor, mask: tl.tensor, HALF: tl.constexpr, PADDED: tl.constexpr, REST: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Loads both halves of dense heads at `source`, float32 [R, PADDED] each, zeros where `mask` is false. The first
-    half has HALF elements, the second REST, one less if the head dim is odd."""
+    """Loads both halves of the heads numbered `heads` [R] of a token, dense at `source`: float32 [R, PADDED] each,
+    zeros where `mask` is false. The first half has HALF elements, the second REST, one less if the head dim is odd."""
     column = tl.arange(0, PADDED)[None, :]
     places = source + heads[:, None] * (HALF + REST) + column
     first = tl.load(places, mask=mask[:, None] & (column < HALF), other=0.0).to(tl.float32)
@@ -73,9 +73,9 @@ def _store_rounded(
     REST: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ) -> None:
-    """Stores heads, rounded to int8, to a row of the cache, and their scales, BLOCK_SIZE apart; a head that is not
-    finite gets zeros and a NaN as its scale. Magnitudes are compared as integers, which have the same order, with
-    infinity and NaN last."""
+    """Rounds heads [R], given in halves, to int8 and stores them and their scales, BLOCK_SIZE apart; row, scales:
+    pointers to the slot's head 0. A head that is not finite gets zeros and a NaN as its scale. Magnitudes are compared
+    as integers, which have the same order, with infinity and NaN last."""
     bits = tl.maximum(first.to(tl.int32, bitcast=True) & 0x7FFFFFFF, second.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     top = tl.max(bits, axis=1)
     finite = top < 0x7F800000
@@ -173,8 +173,8 @@ def _write_kernel(
 
 
 def write_quantized(data: Tensor, scales: Tensor, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Rounds k, v [T, H, D] of a float type with dense heads and writes them to slots [T] int64 of a layer; a slot of
-    -1, or outside of the cache, is skipped.
+    """Rounds k, v [T, H, D] of a float type with dense heads and writes them, with their scales, to slots [T] int64 of
+    a layer; a slot of -1, or outside of the cache, is skipped.
 
     data: [N, L, 2, S, H, D] int8 and scales: [N, L, 2, H, S] float32, of `PagedCache.quantized`. Raises ValueError if
     data, k and v do not fit.
@@ -197,7 +197,7 @@ def rope_and_write_quantized(
     rotate(rms_norm(q)), new contiguous [T, Hq, D].
 
     rotary: cosines and sines [T, D / 2] float32. norms: weights [D] of queries and keys, None for no norm, and eps.
-    Raises ValueError for an odd D.
+    Raises ValueError for an odd D, or as `write_quantized`.
     """
     if q.shape[2] % 2:
         raise ValueError(f"q: expected an even head dim, got {described(q)}")

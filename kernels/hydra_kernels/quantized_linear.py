@@ -213,7 +213,7 @@ def _quantized_linear_kernel(
     DTYPE: tl.constexpr,
 ) -> None:
     """Stores tiles of the result: program i of n has tiles i, i + n, .. Grid (n, K / SPAN), for any n. With several
-    spans (split-K) `out` is [splits, num_rows, N] float32, and the other arguments of the epilogue are None.
+    spans (split-K) `out` is [splits, num_rows, N] float32, and ACT, bias and residual are None.
 
     Products are [COLUMNS, ROWS]: tensor cores take the left operand, here the converted weights, from registers.
     """
@@ -340,8 +340,8 @@ def _launch(
     programs: int,
     eviction: str,
 ) -> None:
-    """Launches the kernel. end = (bias, residual, out). programs: of each split. eviction: Triton's eviction policy for
-    loads of the weight."""
+    """Launches the kernel. end = (bias, residual, out). programs: of the grid, for each split. eviction: Triton's
+    eviction policy for loads of the weight."""
     residual = end[1]
     form = weight.words.shape[0], weight.num_in, weight.num_bits, weight.floats, weight.group_size, weight.part
     strides = x.stride(0), 0 if residual is None else residual.stride(0)
@@ -359,8 +359,8 @@ def _launches(
     eviction: str,
     dtype: torch.dtype,
 ) -> Launch:
-    """Builds the launch. form: outputs, inputs, bits, whether E4M3, inputs of a group and of a part. strides: x,
-    residual."""
+    """Constants and options of `_quantized_linear_kernel`. form: outputs, inputs, bits, whether numbers are E4M3,
+    inputs of a group and of a part. strides: between rows of x, and of the residual."""
     num_out, num_in, num_bits, floats, group_size, part = form
     depth = max(launch.depth, _WORD // num_bits * part)
     return Launch(

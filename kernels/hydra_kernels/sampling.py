@@ -90,7 +90,7 @@ def _scan_kernel(
 
     Writes peaks: [B, PARTS, GROUPS], the largest logits of groups of columns; places: [B, PARTS], the lowest id with
     the part's largest logit, -1 if a logit is not finite; sums: [B, PARTS], the sum of weights relative to the part's
-    largest, of rows with a temperature above 0.
+    largest, of finite parts of rows with a temperature above 0.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     source = logits + row * stride_row
@@ -190,8 +190,8 @@ def _draw_kernel(
     COLUMNS: tl.constexpr,
     PART_COLUMNS: tl.constexpr,
 ) -> None:
-    """Merges the parts of a row: stores its best token if it is greedy, else draws first a part and then a token of it.
-    Grid (B,)."""
+    """Merges the parts of a row: stores `finite` and its token, the best one if it is greedy, an arbitrary one if it is
+    not finite, else one drawn from a part that is drawn first. Grid (B,)."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     place = tl.load(places + row * PARTS + part)

@@ -23,8 +23,8 @@ _ALIGNMENT = 16  # bytes, of a descriptor's address and strides
 
 
 def can_read(*tensors: Tensor) -> bool:
-    """True if the kernels of this module can read all tensors [.., D]: 16-bit, on a Hopper GPU or on the host, with a
-    padded D of at most TMA_WIDTH, addresses and strides of whole 16 bytes."""
+    """True if the kernels of this module can read all tensors [.., D], whose last dimension must be dense: 16-bit, on a
+    Hopper GPU or on the host, with a padded D of at most TMA_WIDTH, addresses and strides of whole 16 bytes."""
     return all(
         x.dtype.itemsize == 2
         and sum(split_head_dim(x.shape[-1])) <= TMA_WIDTH
@@ -36,8 +36,7 @@ def can_read(*tensors: Tensor) -> bool:
 
 
 def can_read_cache(k_cache: Tensor, v_cache: Tensor) -> bool:
-    """True if the kernels can read a paged cache, views [N, S, Hkv, D]: `can_read` both, and S is a multiple of
-    TMA_KEYS."""
+    """True if the kernels can read a paged cache, views [N, S, Hkv, D]: `can_read` both, S a multiple of TMA_KEYS."""
     return k_cache.shape[1] % TMA_KEYS == 0 and can_read(k_cache, v_cache)
 
 
@@ -73,8 +72,7 @@ def packed_tma_kernel(
     DTYPE: tl.constexpr,
     SEARCH: tl.constexpr,
 ) -> None:
-    """Computes what `packed_attention._packed_kernel` does, with the same arguments and grid, and TMA loads of keys and
-    values."""
+    """Computes what `packed_attention._packed_kernel` does, with its arguments and grid, and TMA loads of k and v."""
     head = tl.program_id(1)
     segment, first_row = tile_of_segment(cu_seqlens, num_segments, ROWS, SEARCH)
     begin = tl.load(cu_seqlens + segment)

@@ -66,7 +66,7 @@ class Linear:
         scope.register(self)
 
     def __call__(self, x: Tensor, act: Activation = "none", *, residual: Tensor | None = None) -> Tensor:
-        """Returns the outputs of x [T, K], [T, N] with spare ones. `residual`, of the same shape, is not written."""
+        """Returns act(x @ W^T + bias) + residual [T, N], with spare outputs. x: [T, K]; `residual` is not written."""
         if len(self.packed) == 1:
             return self._ops.linear(x, self.packed[0], act=act, residual=residual)
         cuts = [part.num_out for part in self.packed]
@@ -122,7 +122,7 @@ class Linear:
 
 
 def _quantized(weight: Tensor | QuantizedWeight, num_bits: int | None) -> Tensor | QuantizedWeight:
-    """Quantises a float weight to `num_bits`; returns it unchanged if that is None or the weight is quantised
+    """Quantises a float weight to `num_bits`. Returns it as it is if that is None or the weight is quantised
     already."""
     if num_bits is None or isinstance(weight, QuantizedWeight):
         return weight
@@ -188,8 +188,7 @@ class Weight:
 
 
 class RmsNorm:
-    """RMS norm over the last dimension. `centred`: the checkpoint stores weight - 1; the weight is then kept in
-    float32."""
+    """RMS norm over the last dimension. `centred`: the checkpoint stores weight - 1; the weight is then float32."""
 
     def __init__(self, scope: Scope, num_channels: int, eps: float, *, centred: bool = False) -> None:
         self._ops = scope.ops
@@ -234,8 +233,8 @@ class LayerNorm:
 
 class Head:
     """The output projection, [T, C] -> logits [T, V] float32. Declares no slot: the decoder's slot fills it if the
-    checkpoint has a head, else the embedding to which it is tied. If matrices are quantised at load, the head gets 8
-    bits, whatever width they get."""
+    checkpoint has a head, else the embedding to which it is tied. If matrices are quantised at load, a float head gets
+    8 bits, whatever width they get."""
 
     packed: tuple[PackedLinear]
 

@@ -271,8 +271,8 @@ class Decoder:
     def _decode(
         self, token_ids: Tensor, positions: Tensor, angles: Tensor, cache: PagedCache, step: StepInputs
     ) -> Tensor:
-        """Returns the logits [T, V] of a step of decodes, as a `Decode` that `Ops.record_decode` can record. angles:
-        the rotary table."""
+        """Computes the logits [T, V] of a step of decodes. Passed to `Ops.record_decode`, so it has the signature of
+        `Decode` and calls only what that can record. angles: the whole rotary table, which `positions` index."""
         return self._head(self._run(self._embed(token_ids), angles_at(angles, positions), cache, step))
 
     def _run(
@@ -302,7 +302,7 @@ class Decoder:
         return apply_deferred_norm(self._ops, hidden)
 
     def reserve_positions(self, end: int) -> None:
-        """Keeps the rotary table, with positions below `end`, at its address for graphs that are captured with it."""
+        """Grows the rotary table to positions below `end` and keeps its memory for graphs captured with it."""
         self._rotary.reserve(end)
 
     def _embed_rows(self, batch: LanguageInput, images: PagedCache | None) -> Tensor:
@@ -372,8 +372,7 @@ class GrowingTable(ABC):
 
     @abstractmethod
     def _rows_from(self, begin: int) -> Tensor:
-        """Makes a fixed number of rows from position `begin` on, so that their bits do not depend on how the table
-        grew."""
+        """Makes a fixed number of rows from position `begin` on: their bits do not depend on how the table grew."""
 
     def with_rows(self, end: int) -> Tensor:
         """Returns the table with at least `end` rows. If it must grow, it is copied to a new address."""
@@ -391,8 +390,7 @@ class GrowingTable(ABC):
 
 class RotaryTable(GrowingTable):
     """The cosine and sine table of one decoder: [multiple of _TABLE_ROWS, D] float32, cosines in the first half of the
-    columns, both multiplied by the config's `attention_factor` if there is one. Pairs beyond `rotary_dim` have angle
-    0."""
+    columns, both multiplied by the config's `attention_factor` if it has one. Pairs beyond `rotary_dim`: (1, 0)."""
 
     def __init__(self, spec: LanguageSpec, device: torch.device) -> None:
         self._frequencies = frequencies(spec)
@@ -420,8 +418,7 @@ class RotaryTable(GrowingTable):
 
 
 def angles_at(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (cos, sin), each [T, D/2], from a table as `RotaryTable` has it, for positions [T] that are the same on
-    all axes."""
+    """Returns (cos, sin), each [T, D/2], of the rows of a `RotaryTable` at positions [T] that are alike on all axes."""
     cos, sin = table.index_select(0, positions).chunk(2, dim=1)
     return cos, sin
 
@@ -440,7 +437,8 @@ def _axes(spec: LanguageSpec) -> Tensor:
 
 def frequencies(spec: LanguageSpec) -> Tensor:
     """Inverse frequencies of the rotated pairs, [rotary_dim / 2] float32, scaled as the config's `rope_type` says, with
-    the arithmetic of transformers. Raises ValueError for an unknown type."""
+    the arithmetic of transformers. Raises ValueError for an unknown type, KeyError for a missing parameter of the
+    type."""
     dim = spec.rotary_dim or spec.head_dim
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     plain = 1.0 / (spec.rope_theta**exponents)

@@ -78,7 +78,7 @@ class AttentionPiece(NamedTuple):
 
 class Slices:
     """Runs a tower's computations in pieces and calls `checkpoint`, which may block, between them. `piece_rows`: most
-    rows of a layer in one piece; 0: layers are not cut."""
+    rows of a layer in one piece, rounded up to whole groups (`rows`); 0: layers are not cut."""
 
     def __init__(self, checkpoint: Callable[[], None], piece_rows: int = 0) -> None:
         self.checkpoint = checkpoint
@@ -107,7 +107,7 @@ class Slices:
         return torch.cat(first), torch.cat(second)
 
     def _pieces(self, compute: Callable[..., T], tensors: Sequence[Tensor], group: int) -> list[T]:
-        """Calls `compute` with each piece of the tensors, in order, and returns its results."""
+        """Calls `compute` with each piece of the tensors, in order, and `checkpoint` in between; returns results."""
         count = tensors[0].shape[0]
         num_pieces = -(-count // self._piece_rows) if self._piece_rows else 1
         num_pieces = min(num_pieces, count // group)
@@ -264,8 +264,7 @@ def sizes_of(grids: Sequence[Grid]) -> list[int]:
 
 
 def longest_side(capacity: int, merge: int) -> int:
-    """Longest possible side of a picture of `capacity` patches, in patches: the width at a height of `merge`
-    patches."""
+    """Longest possible side of a picture of `capacity` patches, in patches: its width at a height of `merge`."""
     return capacity // merge
 
 
@@ -445,8 +444,8 @@ class PatchEmbeddings:
 
 
 class LayerNames(NamedTuple):
-    """Checkpoint names of one tower layer. `scales` are factors of the outputs of attention and MLP (layer scale; CaiT,
-    section 2.1). A gated MLP has fixed names and no scale: it ignores `mlp` and scales[1]."""
+    """Checkpoint names of one tower layer. `scales` name factors of the outputs of attention and MLP (layer scale;
+    CaiT, section 2.1). A gated MLP has fixed names and no scale: it ignores `mlp` and scales[1]."""
 
     norms: tuple[str, str] = ("layer_norm1", "layer_norm2")
     attention: str = "self_attn"
@@ -507,13 +506,13 @@ class VisionLayer:
         return x, normed
 
     def _project_and_mlp(self, mixed: Tensor, residual: Tensor) -> Tensor:
-        """Returns the layer's output for some rows: `mixed` of attention before its projection, and the layer's
-        input."""
+        """Computes the layer after attention for any subset of rows: projection, residual, norm, MLP, residual. mixed:
+        input of the projection; residual: the layer's input."""
         normed, x = self._norm2.normalise_sum(self._attention.out, mixed, residual)
         return self._mlp(normed, residual=x)
 
     def _with_norm(self, norm: LayerNorm | RmsNorm, mixed: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (norm(y), y), y = what `_project_and_mlp` returns."""
+        """Returns (norm(y), y), y = self._project_and_mlp(mixed, residual)."""
         normed, x = self._norm2.normalise_sum(self._attention.out, mixed, residual)
         return self._mlp.with_norm(norm, normed, residual=x)
 
@@ -576,8 +575,8 @@ class SquareVision:
         """Does nothing: calls read no tables that depend on the capacity."""
 
     def pack(self, batch: VisionInput, capacity: int = 0) -> Packing | None:
-        """Packs a batch with one segment per picture, padded with pictures to `capacity` patches (0: no padding). None
-        if it does not fit."""
+        """Packs a batch with one segment per picture, padded with pictures to as many as `capacity` patches hold (0: no
+        padding). None if it does not fit."""
         count = sum(pictures.shape[0] for pictures in batch.pixels)
         if capacity:
             if count * self.granule > capacity:
