@@ -80,7 +80,8 @@ def build_worker(
     make_gate: Callable[[Device, SchedulerConfig], Gate] | None = None,
 ) -> ComputeStack:
     """Loads the model, allocates the caches, warms up and captures graphs. Call it in inference mode, and close the
-    worker. `make_gate` None: no gate. Raises HydraError: unsupported setting, bad checkpoint, or too little memory."""
+    worker. `wake` is set when a result arrives. `make_gate` None: no gate. Raises HydraError: unsupported setting, bad
+    checkpoint, too little memory, or a device that cannot run the model."""
     spec = load_spec(config.model_path, config.spec_options)
     chosen = resolve_device(config.device, config.backend)
     spec = spec.held_on(chosen.name)
@@ -169,8 +170,8 @@ def _load_and_size(
     progress: Callable[[int, int], None],
 ) -> tuple[EngineConfig, CachePlan, LoadedModel]:
     """Returns the configuration of `ComputeStack`, the cache sizes, and the loaded model. Runs the largest steps before
-    the final sizes if the device reports peak memory. Raises ConfigError if a deterministic model is asked for and this
-    one is not, CheckpointError for a bad checkpoint, ResourceError if memory does not suffice."""
+    the final sizes if the device reports peak memory. Raises ConfigError for a setting that this model or cache cannot
+    have, such as `deterministic`, CheckpointError for a bad checkpoint, ResourceError if memory does not suffice."""
     device, role = backend.device, context.role
     free_bytes, total_bytes = device.memory()
     fills = device.peak_bytes(_nothing) is not None

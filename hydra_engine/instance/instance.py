@@ -245,8 +245,8 @@ class Instance:
     # ---- feeding the lanes
 
     def _feed_lanes(self, outgoing: list[ToFrontend]) -> None:
-        """Plans and submits steps and pulls. Vision and pulls are planned after language, vision possibly before it
-        too: a request considered for its start may turn out to need an encode, or get the blocks that it pulls into."""
+        """Plans and submits steps and pulls. Vision and pulls are planned after language, vision with `vision_first`
+        also before: a request considered for its start may turn out to need an encode, or get blocks for its pull."""
         if self._scheduler.vision_first:
             self._feed_vision(outgoing)
         self._feed_language(outgoing)
@@ -376,8 +376,9 @@ class MigrationPort:
         before."""
 
     def hand_over(self, request: Request, target: str, now: float) -> None:
-        """Moves a request to the instance `target`, which decodes it from now on. Of a request that is prefilled for
-        another instance it names that instance. Ignored if the request cannot move."""
+        """Moves a request to the instance `target`, which decodes it from now on. One that leaves already, such as one
+        prefilled for another instance, gets this target: KV offered so far is offered to it instead. Ignored if the
+        request cannot move (`Offers.hand_over`)."""
 
     def on_finished(self, request_id: RequestId) -> None:
         """Called when a request has ended. Withdraws what it still offers, and refuses what is offered for it."""
@@ -407,7 +408,7 @@ class MigrationPort:
 
     @property
     def next_deadline_s(self) -> float:
-        """Time at which a lease, a renewal or a wait ends next; infinite if none does."""
+        """Time at which `drain` has work next if no message comes; minus infinity: now; infinite: never."""
         return math.inf
 
     def report(self) -> TransferReport:

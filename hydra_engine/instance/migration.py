@@ -268,7 +268,7 @@ class Migration(MigrationPort):
             self._peers.send(offered.peer, [offer])
 
     def _withdraw(self, owner: Owner) -> None:
-        """Withdraws an offer. Its control word is invalid when this returns, so the blocks may be reused."""
+        """Withdraws an offer, sent or not. Its control word, if any, is invalid then: the blocks can be reused."""
         self._offered.pop(owner, None)
         self._unsent.pop(owner, None)
         withdrawn = self._source.withdraw(owner)
@@ -277,7 +277,7 @@ class Migration(MigrationPort):
 
     def _release(self, owner: Owner | None, now: float) -> list[RequestMessage]:
         """Ends an offer that the target has copied or refused, and its request, or its job with the last image. Returns
-        the messages of those ended; [] for None."""
+        the messages of what has ended; [] for None."""
         if owner is None:
             return []
         self._offered.pop(owner, None)
@@ -288,7 +288,7 @@ class Migration(MigrationPort):
 
     def _give_up(self, owner: Owner, now: float) -> list[RequestMessage]:
         """Forgets an offer that has ended without being fetched or could not be sent, and ends its request or job as
-        WITHDRAWN. Returns the messages."""
+        WITHDRAWN. Returns its messages."""
         self._offered.pop(owner, None)
         self._unsent.pop(owner, None)
         return self._connector.offers.withdraw(owner[0], now, Departure.WITHDRAWN)

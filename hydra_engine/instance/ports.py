@@ -65,7 +65,7 @@ class WorkerPort(Protocol):
 
     def poll(self) -> list[LaneResult]:
         """Results since the last call, in order for each lane, including results of copies; empty if there are none.
-        The worker calls `wake` whenever one arrives. Raises the exception that ended a lane."""
+        The worker calls `wake` whenever one arrives. Raises what ended a lane: BackendError if the device failed."""
         ...
 
     @property
@@ -79,13 +79,13 @@ class TransferPort(Protocol):
     here. Its results come from the worker's `poll`."""
 
     def submit_pull(self, job: PullJob) -> None:
-        """Copies blocks of an open peer, then reads the offer's control word: the result is `valid` if that is
-        unchanged. If the copy fails or the peer is not open, the result names the problem."""
+        """Queues a copy of a peer's blocks, after which the offer's control word is read: the result is `valid` if that
+        is unchanged. If the peer is not open, the copy fails or checksums differ, the result names the problem."""
         ...
 
     def submit_staging(self, job: StagingJob) -> None:
-        """Copies blocks of this instance into its staging pool; the result comes when all of them are there, or with
-        the problem."""
+        """Queues a copy of blocks of this instance into its staging pool; the result comes when all of them are there,
+        or with the problem."""
         ...
 
     @property
@@ -94,8 +94,8 @@ class TransferPort(Protocol):
         ...
 
     def piece_blocks(self, peer: str, pool: str) -> int:
-        """Maximum number of blocks of a piece staged through host memory; 0 if the peer's memory is mapped, or it is
-        not open. `pool`: a PoolKind."""
+        """Maximum number of blocks of a piece staged through host memory; 0 if the peer's memory is mapped, or the peer
+        is not open. `pool`: a PoolKind."""
         ...
 
     def exports(self) -> tuple[Exports, tuple[int, ...]]:
@@ -173,6 +173,6 @@ class Inbox(Protocol):
 
 class Outbox(Protocol):
     def send(self, messages: Sequence[ToFrontend]) -> None:
-        """Sends messages. Blocks until the socket's buffer has space for them, if the frontend is slow; ends the
-        process if it is gone."""
+        """Sends messages to the frontend. A socket blocks while its buffer is full, since the frontend is slow, and
+        ends the process if the frontend is gone."""
         ...

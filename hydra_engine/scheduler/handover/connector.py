@@ -132,7 +132,7 @@ class PeerConnector(Connector):
 
     def _only_borrowed(self) -> bool:
         """True if the language work here is decodes that other instances have lent to this one, at least one, and
-        nothing else. Requests whose KV is not here yet do not count."""
+        nothing else. Requests whose KV is not here yet, or that wait for images before their start, do not count."""
         requests, some = self._requests, False
         for state in chain(requests.prefilling, requests.decoding):
             if state.external_kv:
@@ -165,8 +165,8 @@ class PeerConnector(Connector):
             self._events.add(NeedDecoder(state.request.id))
 
     def may_preempt(self, state: RequestState) -> bool:
-        """False while KV is being copied into its blocks. The request is then preempted when that copy has ended,
-        unless it was the last and all KV is here."""
+        """False while KV is being copied into the request's blocks. The request is then preempted when the copy has
+        ended, unless that was the last, so that all KV is here."""
         if (remote_kv := remote_kv_of(state)) is None or remote_kv.copied_offer is None:
             return True
         remote_kv.preempt_after_copy = True
@@ -187,8 +187,8 @@ class PeerConnector(Connector):
                 self._events.add(message)
 
     def on_end(self, state: RequestState, ending: Ending) -> None:
-        """Withdraws what the request offers, except KV that has been fetched (MOVED), and refuses what is offered for
-        it."""
+        """Withdraws what the request offers, except KV that has been fetched or refused (MOVED), and refuses what is
+        offered for it."""
         if state.is_encode_job:
             self.offers.withdraw_features(state)
         if ending.reason != Departure.MOVED:
@@ -216,7 +216,7 @@ class PeerConnector(Connector):
         self, step_id: StepId, now: float, *, valid: bool, started_s: float, ended_s: float
     ) -> list[RequestMessage]:
         """Records the end of a pull. Returns the Finished of its request if that has ended and no other plan names it.
-        Not `valid`: the copy failed, or its offer ended before it."""
+        Not `valid`: the copy failed, or its offer ended first."""
         state = self.pulls.end(step_id, now, valid=valid, started_s=started_s, ended_s=ended_s)
         return self._finish([state], now)
 

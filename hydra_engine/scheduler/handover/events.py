@@ -34,7 +34,7 @@ class FeaturesGoneEvent:
 
 @dataclass(frozen=True, slots=True)
 class KvEvent:
-    """The event that more KV of a request that moves on can be fetched, until `KvGoneEvent` or `Offers.release_kv`.
+    """The event that more KV of a request that decodes elsewhere can be fetched, until `KvGoneEvent` or `release_kv`.
 
     The blocks follow the blocks of its earlier KvEvents. Only the very last block may be partly filled. With `end`
     nothing more comes.
@@ -76,11 +76,10 @@ class RemoteEvents:
         self._events.append(event)
 
     def need(self, request_id: RequestId, image_index: int) -> None:
-        """Asks for an encode of this image by another instance, only once if it is repeated before the next `take`."""
+        """Asks for an encode of this image by another instance. Repeated before the next `take`, it asks only once."""
         self._needs.setdefault(request_id, set()).add(image_index)
 
     def forget_needs(self, request_id: RequestId) -> None:
-        """Drops the unsent needs of a request that has ended."""
         self._needs.pop(request_id, None)
 
     def take(self) -> list[RemoteEvent]:

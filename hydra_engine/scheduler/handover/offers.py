@@ -31,8 +31,8 @@ _KV = -1  # key of the KV in `HandoverState.offered_s`; keys from 0 are images
 
 class Offers:
     """The offers of this instance. Methods with a `request_id` ignore unknown ids and ended requests. Those that return
-    messages return the Finished of a request that they ended: [] if they ended none, or if a plan in flight names it,
-    with whose result the Finished comes then."""
+    messages return the Finished of a request that they ended; [] if they ended none, or if a plan in flight names it:
+    its Finished then comes with the result of that plan."""
 
     def __init__(self, requests: RequestTable, events: RemoteEvents, finish: Finish) -> None:
         self._requests = requests
@@ -42,8 +42,8 @@ class Offers:
     # ---- offers
 
     def offer_kv(self, state: RequestState, now: float, *, ends: bool, earlier: tuple[int, ...] | None = None) -> None:
-        """Offers the full blocks computed since the last call, if any. With `ends`, also offers the last, partly filled
-        one and names the latest token; the request is then parked until its KV is fetched, refused or given up.
+        """Offers the full blocks computed since the last call, if any. With `ends`, also offers the last one, full or
+        not, and names the latest token; the request is then parked until its KV is fetched, refused or given up.
         `earlier`: the generated tokens before the latest one, if the decoding instance may not know them."""
         kv, table = self._requests.kv, self._requests.kv.tables[state.request.id]
         handover = handover_of(state)
@@ -59,14 +59,14 @@ class Offers:
             self._requests.requeue(state)
 
     def _kv_end(self, state: RequestState, earlier: tuple[int, ...] | None) -> KvEnd:
-        """The point at which the target continues: number of tokens with KV, the latest token, which has none, and the
-        times of the tokens so far. `earlier`: as in `offer_kv`."""
+        """Returns the number of tokens with KV, the latest token, which has none, when it and the first token were
+        sampled, and the number of late gaps. At least one token was generated. `earlier`: as in `offer_kv`."""
         timeline = self._requests.timelines[state.request.id]
         times = timeline.last_token_s, timeline.first_token_s, timeline.late_gaps
         return KvEnd(state.num_prefilled, state.generated[-1], *times, earlier)
 
     def withdraw_kv(self, state: RequestState) -> None:
-        """Withdraws the offered KV, if any, of a request that was preempted or has ended."""
+        """Withdraws the offered KV, if any, of a request that loses its blocks or ends; none counts as offered then."""
         handover = handover_of(state)
         if handover.num_offered:
             self._events.add(KvGoneEvent(state.request.id))
@@ -150,7 +150,7 @@ class Offers:
 
     def _close_offers(self, state: RequestState, now: float, cause: str | None) -> None:
         """Records in the timeline how long each open offer of the request lasted, and forgets them. `cause`: why they
-        were not fetched; None if they were."""
+        were given up; None if they were fetched or refused."""
         timeline, offered_s = self._requests.timelines[state.request.id], handover_of(state).offered_s
         for index, since_s in offered_s.items():
             tokens = state.num_prefilled if index == _KV else state.request.images[index].num_tokens
@@ -178,8 +178,8 @@ class EncodeJobQuota:
         self._num_blocks = self._requests.features.pool.num_blocks - self._largest_local()
 
     def _largest_local(self) -> int:
-        """Blocks of the largest image without features that a request of this instance waits for; 0 if none does, or if
-        there are no jobs."""
+        """Number of blocks of the largest image without features that a request of this instance waits for; 0 if none
+        does, or if there are no jobs."""
         requests = self._requests
         if not self._parked.encode_jobs:
             return 0
@@ -208,7 +208,7 @@ class EncodeJobQuota:
         return self._held_by_jobs() + num_blocks <= quota
 
     def _held_by_jobs(self) -> int:
-        """Blocks of features that only encode jobs use."""
+        """Number of blocks of features that only encode jobs use."""
         states, features = self._requests.states, self._requests.features
         held = ((features.users(key), num_blocks) for key, _, num_blocks in features.held_blocks())
         return sum(n for users, n in held if all(states[request_id].is_encode_job for request_id, _ in users))

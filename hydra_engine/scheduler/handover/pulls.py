@@ -39,8 +39,8 @@ class RemoteImages:
         self._events = events
 
     def request(self, state: RequestState, index: int) -> None:
-        """Asks for a remote image that is WAITING, if that is not done yet; refuses the offers of one that has
-        features or needs none."""
+        """Asks for the encode of a remote image that is WAITING, unless it has been asked for. If the image has
+        features or needs none, refuses its offers, and asks again if it ever waits."""
         progress, handover = state.images[index], handover_of(state)
         if progress == ImageProgress.WAITING and index not in handover.requested_images:
             handover.requested_images.add(index)
@@ -50,8 +50,8 @@ class RemoteImages:
             self._refuse(state, index)
 
     def on_offer(self, request_id: RequestId, index: int, offer: int) -> None:
-        """Records that features of a remote image can be pulled, or refuses them if the image is not remote, has or
-        needs no features, or its request has ended. `offer`: the caller's number, as in the plan of the pull.
+        """Records that features of a remote image can be pulled. Refuses them if the image is not remote, has features
+        or needs none, or if its request is unknown or has ended. `offer`: the caller's number, as in `PullPlan`.
 
         Several instances may offer an image, and all but one may be about to withdraw, so no offer is refused before
         the features are here.
@@ -84,7 +84,7 @@ class RemoteImages:
                 del image_offers[index]
 
     def _refuse(self, state: RequestState, index: int) -> None:
-        """Reports all offers of an image as unneeded."""
+        """Removes all offers of an image and reports them as unneeded."""
         while index in handover_of(state).image_offers:
             self._events.add(UnneededEvent(self.claim(state, index)))
 
@@ -127,9 +127,9 @@ class Pulls:
     # ---- offers of other instances
 
     def on_kv_offer(self, request_id: RequestId, offer: int, num_blocks: int, end: KvEnd | None) -> None:
-        """Records that the first `num_blocks` of a request's KV can be pulled; called again as there are more, the last
-        time with `end`. Another offer replaces an earlier one, whose copied blocks are freed. Refuses the offer if the
-        request waits for no KV or has ended; only after its copy, if that is in flight."""
+        """Records that the first `num_blocks` blocks of a request's KV can be pulled; called again as there are more,
+        the last time with `end`. Another offer replaces the earlier one, as if that was withdrawn. Refuses the offer if
+        the request pulls no KV, is unknown or has ended; if a copy is in flight, `_end_kv` does that after it."""
         state = self._requests.states.get(request_id)
         remote_kv = None if state is None else remote_kv_of(state)
         if state is None or remote_kv is None or state.ending is not None:
@@ -144,14 +144,15 @@ class Pulls:
         self._requests.requeue(state)
 
     def on_kv_offer_gone(self, offer: int) -> None:
-        """Removes an offer that was withdrawn; the blocks pulled from it are freed as soon as no copy is in flight.
-        Ignores unknown offers."""
+        """Removes an offer that was withdrawn. As soon as no copy is in flight, its request frees all its KV blocks and
+        waits for another offer. Ignores unknown offers."""
         state = self.kv_offers.get(offer)
         if state is not None:
             self._drop_offer(state)
 
     def _drop_offer(self, state: RequestState) -> None:
-        """Removes the offer of a request's KV. The blocks pulled from it are freed as soon as no copy is in flight."""
+        """Removes the offer of a request's KV, if any. Frees all KV blocks of the request, if a copy is in flight only
+        when that has ended (`_end_kv`)."""
         remote_kv = remote_kv_of(state)
         assert remote_kv is not None, "an offer is known for a request that pulls nothing"
         if remote_kv.offer is not None:
@@ -180,8 +181,8 @@ class Pulls:
         return plans
 
     def _plan_kv(self, plans: list[PullPlan]) -> None:
-        """Plans a copy of the KV offered since the last one, for each admitted request without a copy in flight. Frees
-        the blocks of a request that was admitted with too few."""
+        """Appends to `plans` a copy of the KV offered since the last one, for each admitted request without a copy in
+        flight. Frees the blocks of a request that was admitted with too few."""
         requests = self._requests
         for state in list(requests.prefilling):
             remote_kv = remote_kv_of(state)
@@ -208,8 +209,8 @@ class Pulls:
             )
 
     def _plan_images(self, plans: list[PullPlan], now: float) -> None:
-        """Plans copies of features: by urgency into free blocks, if urgencies differ and the oldest request has waited
-        less than `encode_patience_s`; if that gives none, by age, evicting features of later images."""
+        """Plans copies of features: by urgency into free blocks, if urgency and age may differ and the oldest request
+        has waited less than `encode_patience_s`; if none result, by age, evicting features of later images."""
         unfetched, before = self._unfetched, len(plans)
         oldest = unfetched.oldest()
         if unfetched.is_ranked and oldest is not None and now - oldest.image_wait_since_s < self._patience_s:
@@ -236,8 +237,8 @@ class Pulls:
                 yield state
 
     def _fill(self, states: Iterable[RequestState], plans: list[PullPlan], now: float, *, may_evict: bool) -> None:
-        """Plans the copies of images in the given order of requests. Blocks are reserved for every earlier image that
-        cannot be copied yet; ends when these need more than are free."""
+        """Appends the copies of images to `plans`, in the given order of requests. Reserves blocks for every earlier
+        image that cannot be copied yet; ends when these need more than are free."""
         features = self._requests.features
         aside: dict[FeatureKey, int] = {}
         for state in states:
@@ -265,7 +266,7 @@ class Pulls:
         return PullPlan(self._step_id(), offer, state.request.id, index, 0, block_ids, last=True)
 
     def _step_id(self) -> StepId:
-        """Returns a new step id; pulls have their own."""
+        """Returns a new step id; pulls are numbered apart from steps."""
         self._next_step += 1
         return StepId(self._next_step)
 
@@ -287,8 +288,8 @@ class Pulls:
         return state
 
     def _end_features(self, state: RequestState, index: int, started_s: float, ended_s: float, *, valid: bool) -> None:
-        """Marks copied features as ready for all images with the same picture. Not `valid`: they wait again,
-        and this image still counts as asked for."""
+        """Marks copied features as ready for all images with the same picture. Not `valid`: these images wait again,
+        and this one still counts as asked for. Either way the copy is recorded in the timeline."""
         images, num_tokens = self._requests.images, state.request.images[index].num_tokens
         self._requests.timelines[state.request.id].add_transfer("pull_features", started_s, ended_s, num_tokens)
         if valid:
@@ -298,8 +299,9 @@ class Pulls:
 
     def _end_kv(self, state: RequestState, plan: PullPlan, now: float, *, valid: bool) -> None:
         """Counts the copied blocks or, after the last copy, continues the request. If the copy is not `valid` or its
-        offer has been replaced or withdrawn, frees the blocks: the request starts again. Preempts the request if that
-        waited for the copy and more KV is still to come."""
+        offer has been replaced or withdrawn, frees all KV blocks: the request waits to start again. If more KV is still
+        to come, preempts the request if `may_preempt` has asked for it. If the request has ended, only refuses the
+        offer, unless the copy was its last or not `valid`."""
         requests, remote_kv = self._requests, remote_kv_of(state)
         assert remote_kv is not None and remote_kv.copied_offer == plan.offer, "a copy ends that never began"
         remote_kv.copied_offer = None
@@ -322,7 +324,7 @@ class Pulls:
 
     def _arrived(self, state: RequestState, end: KvEnd, now: float) -> None:
         """Continues a request whose KV is all here: only the row of its latest token, which `end` names, is still to be
-        computed. Ends it as RETURNED if the KV does not match its tokens and is of no use."""
+        computed. Ends it as RETURNED if the KV covers more or fewer tokens than all but that one."""
         requests = self._requests
         handover = handover_of(state)
         handover.remote_kv = None
@@ -344,15 +346,15 @@ class Pulls:
         requests.requeue(state)
 
     def _restart(self, state: RequestState) -> None:
-        """Frees the blocks of a request whose pulled KV is of no use; it waits as if it had never started. Asserts that
-        no copy is in flight."""
+        """Frees the KV blocks and the slot of a request whose pulled KV is of no use; it waits as if it had never
+        started. Asserts that no copy is in flight."""
         remote_kv = remote_kv_of(state)
         assert remote_kv is not None and remote_kv.copied_offer is None, "blocks are freed while they are written"
         self._requests.free_blocks(state)
 
     def forget(self, state: RequestState) -> None:
         """Refuses the offers for a request that is about to end. An offer of KV that is being copied is refused only
-        after the copy, if that was not the last."""
+        after the copy, unless that is the last or not valid."""
         self.images.forget(state)
         remote_kv = remote_kv_of(state)
         if remote_kv is not None and remote_kv.offer is not None:

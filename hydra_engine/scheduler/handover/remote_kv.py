@@ -24,15 +24,15 @@ from hydra_engine.scheduler.step import BlockSearch
 
 class RemoteKvAdmission(BlockSearch):
     """The admission of requests with remote KV. So that instances never wait for each other in a circle, a stage waits
-    only for later ones: no decode for a prefill, and no prefill whose KV moves on for an encode."""
+    only for later ones: a decode never for a prefill, a prefill that decodes elsewhere never for an encode."""
 
     def __init__(self, requests: RequestTable, parked: ParkedRequests, config: SchedulerConfig) -> None:
         super().__init__(requests, config)
         self._kv_offered = parked.kv_offered
 
     def admit(self, now: float, preempt: Preempt | None = None) -> None:
-        """Admits requests while slots and blocks last: first those whose KV is offered to its end, then, if none of
-        them was left out and no request waits, others with an offer. `preempt`: for the former only, None outside of a
+        """Admits requests while slots and blocks last: first those of which all KV is offered, then, if none of them
+        was left out and no request is WAITING, others with an offer. `preempt`: for the former only, None outside of a
         language step."""
         if not self._kv_offered:
             return
@@ -72,8 +72,8 @@ class RemoteKvAdmission(BlockSearch):
         return min(max(num_tokens, 0 if end is None else end.num_tokens) + 1, state.request.max_total_tokens)
 
     def _start(self, state: RequestState, now: float, preempt: Preempt | None) -> bool:
-        """Starts a request and allocates all its blocks. False if there is no free slot or too few free blocks,
-        which its timeline then names as the cause of its wait."""
+        """Starts a request and allocates all its blocks, with `preempt` after preempting stalled prefills for them, if
+        needed. False if a slot or blocks are still missing: the cause of its wait is then "kv blocks"."""
         num_tokens = self._num_tokens(state)
 
         def preempt_next() -> bool:

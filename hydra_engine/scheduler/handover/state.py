@@ -16,9 +16,9 @@ from hydra_engine.transfer.plans import KvEnd
 class Parking(Enum):
     """The reason why a request is in `RequestPhase.PARKED`.
 
-    A request that decodes elsewhere goes PREFILLING -> HANDING_OVER -> ENDED; one that is prefilled elsewhere goes
-    REMOTE_PREFILL -> KV_OFFERED -> PREFILLING (while its KV is copied) -> DECODING, and stays REMOTE_PREFILL while it
-    is held. An ENCODE_JOB stays one until its features have been fetched.
+    A request that decodes elsewhere goes PREFILLING (or DECODING, if handed over) -> HANDING_OVER -> ENDED; one that is
+    prefilled elsewhere goes REMOTE_PREFILL -> KV_OFFERED -> PREFILLING (while its KV is copied) -> DECODING, and stays
+    REMOTE_PREFILL while it is held. An ENCODE_JOB stays one until its features have been fetched.
     """
 
     HANDING_OVER = auto()  # KV blocks; computed, and offered to the instance that decodes
@@ -116,7 +116,7 @@ class ParkedRequests:
 
     def requeue(self, state: RequestState) -> None:
         """Moves a request whose phase is up to date into the queue of its `Parking`, or out of all if it is not PARKED.
-        Updates `unfetched`."""
+        Updates `unfetched`. Bypasses are counted while its KV is offered, not while it waits for an offer."""
         handover = handover_of(state)
         parking = self.parking_of(state) if state.phase is RequestPhase.PARKED else None
         if parking is not handover.parking:

@@ -91,7 +91,7 @@ class _Gap:
             self._amounts[kind, request] = self._amounts.get((kind, request), 0) + amount
 
     def idle(self, seconds: float) -> None:
-        """Adds time in which no step ran: to `own` while the request has no KV here, else to "cpu"."""
+        """Adds time in which no step ran: to `own` if the request lost its KV in this gap (`stays`), else to "cpu"."""
         self.add(self.own if self.stays else "cpu", seconds)
 
     def requests(self) -> set[RequestId]:
@@ -116,8 +116,8 @@ class _Gap:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """The latest answer of `explain`. It holds for every request with the same gap that is not `involved`, since a late
-    step is late for all its decodes."""
+    """The latest answer of `explain`. It holds for every request with the same gap that was not away in it and is not
+    `involved`, since a late step is late for all its decodes."""
 
     question: tuple[float, float, float, int]  # since_s, until_s, tpot_limit_s, number of reports so far
     involved: set[RequestId]  # requests among the causes, or with a chunk in a step of the gap
@@ -221,8 +221,8 @@ class StepHistory(StepObserver):
         return found[::-1]
 
     def _explain_gap(self, gap: _Gap, steps: Sequence[_LanguageStep], since_s: float, until_s: float) -> None:
-        """Adds the causes of the time from `since_s` to `until_s`: causes from `steps`, which ran in it, and the time
-        between them. Time before the oldest step of a full history counts as "step", or as the absence."""
+        """Adds to `gap` the causes of the time from `since_s` to `until_s`: those of `steps`, which ran in it, and the
+        time between them. Time before the oldest step of a full history counts as "step", with `gap.stays` as `own`."""
         clock_s = since_s
         if steps and steps[0] is self._language[0] and len(self._language) == self._language.maxlen:
             # Steps before the oldest one in the history are forgotten.
@@ -237,11 +237,11 @@ class StepHistory(StepObserver):
         gap.idle(until_s - clock_s)
 
     def _charge_step(self, gap: _Gap, step: _LanguageStep, part: float, *, last: bool) -> None:
-        """Adds the causes of a step, `part` (0 to 1) of which lies in the gap. While the request has no KV here, a step
-        that does not compute it counts as that absence.
-
-        The `last` step computed the late token: the time of its decodes alone counts only if it exceeds the limit. In
-        the steps before it that time counts as well."""
+        """Adds to `gap` the causes of a step, `part` (0 to 1) of which lies in it. With `gap.stays`, a step without a
+        chunk of the request counts whole as `gap.own`, unless it is the `last`. Otherwise chunks count as "prefill" of
+        their requests, vision beside the step as "encode", the rest as "step". The time of its decodes alone counts in
+        the last step, which computed the late token, only if it exceeds the limit ("decode"); in an earlier one as
+        `gap.own` if it has a chunk of the request, in a step of chunks alone as "prefill", else as "step"."""
         own = any(request == gap.request_id for request, _ in step.chunks)
         if gap.stays and not own and not last:
             gap.add(gap.own, part * step.duration_s)
@@ -314,9 +314,9 @@ class StepHistory(StepObserver):
         return decode_s, prefill_s, max(0.0, surface.corun_s(load, step.vision_s) - alone_s)
 
     def _estimated(self, step: _LanguageStep) -> tuple[float, float, float]:
-        """(decode, prefill, encode seconds) from recent steps: chunks are charged the recent cost per token, vision the
-        rest, at most the time that it ran. Before any step of decodes alone, every row costs the same; before any step
-        with chunks, these are charged all that the decodes leave."""
+        """(decode, prefill, encode seconds) from recent steps: decodes are charged their recent time, that of one if
+        there are none, chunks the recent cost per token, vision the rest, at most the time that it ran. Before any step
+        of decodes alone, every row costs the same; before any with chunks, these are charged all that decodes leave."""
         load = step.load
         decode_s = self._typical.decode_s(max(load.num_decodes, 1))
         if decode_s is None:

@@ -166,7 +166,7 @@ class LatencyBudgets(Budgets):
 
     def _filled(self, pending: PendingWork, highest: int, target_s: float, towards: _Towards) -> StepBudget:
         """The largest budget whose step stays within `target_s`, its slack given to `towards`; at most `highest`
-        tokens. Waiting vision gets `MIN_VISION` of the limit even if the step then takes longer."""
+        tokens. Waiting vision gets `MIN_VISION` of the limit, or all the time if it cannot pause, even beyond it."""
         step, guess = _Step(self._surface, pending), self._guesses[towards]
         tpot_limit_s, want = pending.tpot_limit_s, min(highest, pending.prefill_tokens)
         allowed = self._allowed(Kind.VISION, target_s)
@@ -193,9 +193,9 @@ class LatencyBudgets(Budgets):
     def _tokens_beside(
         self, step: _Step, pending: PendingWork, want: int, allowed: float, min_s: float, work: float, towards: _Towards
     ) -> int:
-        """Tokens of prefill, at most `want`: as many as leave vision its share of the slack, or more if vision cannot
-        use its share. `allowed`: predicted seconds that the step may take; `work`: seconds of vision that wait;
-        `min_s`: those that it gets in any case."""
+        """Tokens of prefill, at most `want`: as many as fill prefill's share of the slack (`towards`: all, none, or by
+        the work on either side), more if vision cannot use the rest, fewer if it would get less than `min_s`.
+        `allowed`: predicted seconds that the step may take; `work`: seconds of vision that wait."""
         guess = self._guesses[towards]
         prefill_work = (step.alone_s(want) - step.base) * pending.prefill_tokens / want
         share = min(1 - MIN_SHARE, max(MIN_SHARE, prefill_work / (prefill_work + work)))
@@ -282,8 +282,8 @@ class LatencyBudgets(Budgets):
         return decode_rate + (prefill_work + vision_work) / (both_s + left_s)
 
     def _is_at_risk(self, pending: PendingWork, budget: StepBudget) -> bool:
-        """True if the first token with the earliest deadline comes too late if all steps are like this one. False
-        without a deadline ahead, or if the step leaves no work out."""
+        """True if the first token with the earliest deadline would come too late were all steps like this one. False
+        without a deadline ahead, or if `budget` leaves no work out."""
         left = pending.ttft_due_s - pending.now
         if not 0 < left < math.inf or not (budget.more_tokens or budget.more_vision):
             return False
