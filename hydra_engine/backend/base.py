@@ -256,7 +256,7 @@ class Adjustments(NamedTuple):
 
     In this order: biases are added; logits of tokens in prompt or output are divided by the repetition penalty if
     positive, else multiplied by it; tokens of the output lose frequency * occurrences + presence; tokens outside of the
-    mask get LOWEST_LOGIT. Indices into the lists and tables are not checked.
+    mask get LOWEST_LOGIT. Indices must lie within the lists and tables: only native CPU ops check that.
     """
 
     bias_begins: Tensor  # [B] int32: row b has the biases [bias_begins[b], bias_ends[b]) of these lists
@@ -447,7 +447,7 @@ class Ops(Protocol):
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         """Returns (x - mean) * rsqrt(variance + eps) * weight + bias in float32, rounded once: [T, C]; weight, bias:
-        [C]."""
+        [C] of x's dtype."""
         ...
 
     def act_and_mul(self, gate_up: Tensor, act: Activation) -> Tensor:
@@ -626,13 +626,13 @@ class Ops(Protocol):
 
     # ---- sampling
     def best_tokens(self, logits: Tensor) -> Tensor:
-        """Greedy tokens of logits [B, V] float32: [B] int64, the lowest id among the largest, -1 for a row that is not
-        finite."""
+        """Greedy tokens of logits [B, V] float32: [B] int64, the lowest id among the largest logits; -1 for a row with
+        any NaN or infinity, also -inf (masked tokens have LOWEST_LOGIT)."""
         ...
 
     def sample(self, logits: Tensor, sampling: SamplingTensors) -> tuple[Tensor, Tensor]:
         """Draws one token per row of logits [B, V] float32, on a CPU also float64 if the floats of `sampling` are.
-        Returns (tokens [B] int64, finite [B] bool).
+        Returns (tokens [B] int64, finite [B] bool: False for a row with any NaN or infinity).
 
         The token is the first at which the cumulative sum of the filtered distribution, in vocabulary order, exceeds
         the row's number; at temperature 0 the lowest id among the largest logits. A row that is not finite gets an
@@ -656,8 +656,8 @@ class Ops(Protocol):
         logits: [B, V] float32, on a CPU also float64; tokens: [B] int64, the sampled ones; num_top: [B] int32, at most
         `max_top`, -1 for rows that need no log probabilities. numbers: logit of the token, largest logit, sum of
         exp(logit - largest), then the num_top largest logits. places: rank of the token (1 is best), then the ids of
-        the largest logits. Order: logit descending, id ascending. Entries after num_top, and rows that are not finite
-        or have num_top -1, are undefined.
+        the largest logits. Order: logit descending, id ascending. Undefined: entries after num_top or the V-th, and
+        rows with num_top -1 or any NaN or infinity.
         """
         ...
 

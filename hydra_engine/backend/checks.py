@@ -45,8 +45,8 @@ def check_cache(cache: PagedCache, layer: int, *, num_tensors: int | None = None
 
 
 def check_new_cache(cache: PagedCache) -> None:
-    """Requires data [N, L, X, S, H, D], contiguous of a compute dtype, or int8 with scales and, between blocks, the
-    stride of `PagedCache.quantized`. Meant to be called once per cache."""
+    """Requires contiguous data [N, L, X, S, H, D] of a compute dtype; for a cache with scales only int8 and, between
+    blocks, the stride of `PagedCache.quantized`. Meant to be called once per cache."""
     data = cache.data
     if cache.scales is not None:
         blocks = data.shape[0] if data.dim() == 6 else 0
@@ -198,7 +198,8 @@ def check_merge(hidden: Tensor, rows: Tensor, cache: PagedCache, slots: Tensor, 
 
 
 def check_copy(source: PagedCache, target: PagedCache, pairs: Tensor) -> int:
-    """Checks the arguments of `Ops.copy_blocks`, whose caches must have equal blocks. Returns the number of pairs."""
+    """Checks the arguments of `Ops.copy_blocks`: blocks of one shape and dtype, but not whether `pairs` name existing
+    ones. Returns the number of pairs."""
     if source.data.shape[1:] != target.data.shape[1:] or source.data.dtype is not target.data.dtype:
         raise ValueError(
             f"target: expected blocks of {list(source.data.shape[1:])} {source.data.dtype}, "
@@ -242,7 +243,8 @@ def check_plan(cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> tuple
 
 
 def check_decode_plan(num_context: Tensor, block_tables: Tensor) -> tuple[int, int]:
-    """Checks shapes and dtypes of the arguments of `Ops.plan_decode`; contents change later. Returns B and W."""
+    """Checks shapes and dtypes of the arguments of `Ops.plan_decode`, not contents, which are read at launch time.
+    Returns B and W, the rows and columns of `block_tables`."""
     batch = num_context.shape[0] if num_context.dim() == 1 else -1
     if batch < 0 or block_tables.dim() != 2 or block_tables.shape[0] != batch:
         raise ValueError(

@@ -33,10 +33,8 @@ class SharedMemory(Protocol):
 
     @property
     def descriptor(self) -> int:
-        """File descriptor to send to a peer; `close` closes it. -1 if a peer needs `handle` alone.
-
-        Raises ValueError if it is closed.
-        """
+        """File descriptor to send to a peer; `close` closes it, and reading it then raises ValueError. Always -1 if a
+        peer needs `handle` alone."""
         ...
 
     @property
@@ -175,7 +173,8 @@ class Device(Protocol):
     def partitions(self) -> Partitions: ...
 
     def lane(self, name: str) -> Lane:
-        """Starts a lane; the caller closes it."""
+        """Starts a lane; the caller closes it. name: "language" and "vision" have the priorities and partitions of
+        their models, any other has neither."""
         ...
 
     def reader(self, name: str) -> Lane:
@@ -269,5 +268,6 @@ class Device(Protocol):
 
     def peak_bytes(self, job: Callable[[], None]) -> int | None:
         """Runs `job`, waits for it, and returns the bytes of device memory at the peak beyond those allocated before;
-        None if that is not measured (CPU). Other lanes' allocations meanwhile count too."""
+        None if that is not measured (CPU). Other lanes' allocations meanwhile count too. On a GPU first waits for all
+        lanes and empties torch's cache."""
         ...

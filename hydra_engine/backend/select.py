@@ -159,7 +159,8 @@ def resolve_dtype(
 
     dtype: "auto" or a key of DTYPES. checkpoint_dtype: of the stored weights, as "bfloat16". backend: one of BACKENDS.
     device: "cpu" or "cuda:N". "auto" for a 16-bit checkpoint is its dtype on a GPU and bfloat16 on a CPU with native
-    ops and a bfloat16 dot product, in all other cases float32. Raises ConfigError for another `dtype`.
+    ops and a bfloat16 dot product, in all other cases float32. Raises ConfigError for another `dtype`, and on a CPU as
+    `load_extension`.
     """
     chosen, reason = _resolve_dtype(dtype, checkpoint_dtype, backend, device)
     kept = weights_dtype(chosen, checkpoint_dtype, backend, device)
@@ -167,10 +168,10 @@ def resolve_dtype(
 
 
 def weights_dtype(dtype: torch.dtype, checkpoint_dtype: str, backend: str = "auto", device: str = CPU) -> torch.dtype:
-    """Dtype of matrices if activations are `dtype`: that, except that native products of float32 rows read 16-bit
-    weights as the checkpoint stores them.
+    """Dtype in which weight matrices are kept: `dtype`, that of the activations. But on a CPU with native ops and
+    float32 activations it is the checkpoint's own, such as bfloat16, since their products read that directly.
 
-    Other parameters as in `resolve_dtype`.
+    Other parameters and errors as in `resolve_dtype`.
     """
     native = device == CPU and backend in ("auto", "native") and load_extension()[0] is not None
     return DTYPES.get(checkpoint_dtype, dtype) if native and dtype is torch.float32 else dtype

@@ -77,7 +77,6 @@ class ThreadLane:
             self._jobs.put(job)
 
     def close(self) -> None:
-        """Waits for submitted jobs and stops the thread. Idempotent."""
         with self._lock:
             if not self._closed:
                 self._closed = True

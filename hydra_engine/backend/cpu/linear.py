@@ -30,8 +30,8 @@ Form = tuple[Any, ...]  # arguments of the extension for a packed weight, withou
 class NativeLinear:
     """A `PackedLinear` of floats in the kernels' layout, about the size of the original.
 
-    A weight is converted for 16-bit x, but not widened for float32 x. `dtype`: of the x that it multiplies.
-    `data`: the packed bytes, uint8. `form`: describes them to the extension.
+    A weight is converted to the dtype of 16-bit x, but not widened for float32 x. `dtype`: of the x that it multiplies.
+    `data`: the packed bytes, uint8. `form`: describes them to the extension. `bias`: float32, padded.
     """
 
     __slots__ = ("bias", "data", "dtype", "form", "handle", "num_in", "num_out")
@@ -74,7 +74,7 @@ class NativeLinear:
 
 class NativeQuantizedLinear:
     """A `PackedLinear` in 8, 6 or 4 bits in the kernels' layout; x may have any compute dtype. Fields as of
-    `NativeLinear`."""
+    `NativeLinear`, without `dtype`."""
 
     __slots__ = ("bias", "data", "form", "handle", "num_in", "num_out")
 
@@ -167,7 +167,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`Ops.add_rms_norm`. Overwrites `residual` with the sum if it is contiguous."""
+    """`Ops.add_rms_norm`. Overwrites `residual` with the sum, and returns it, if it is contiguous."""
     columns = x.shape[-1]
     rows, stride = checks.check_rows("x", x, weight.shape[-1], x.dtype)
     _, residual_stride = checks.check_rows("residual", residual, columns, x.dtype, rows)
@@ -180,7 +180,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """`Ops.layer_norm`; weight and bias of x's dtype."""
+    """`Ops.layer_norm`."""
     columns = x.shape[-1]
     rows, stride = checks.check_rows("x", x, weight.shape[-1], x.dtype)
     checks.check_norm_weight(weight, x, wide=False)

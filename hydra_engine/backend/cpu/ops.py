@@ -352,7 +352,7 @@ class RecordedDecode:
     ) -> Tensor:
         """Runs the step on copies of its inputs while its calls are recorded. Returns its logits.
 
-        If torch would compute a part, nothing is kept, this object records no more, and the step runs unrecorded.
+        If torch would compute a part, nothing is kept, this object records no more, and the whole step runs again.
         """
         inputs = tuple(tensor.clone() for tensor in _inputs(token_ids, positions, step))
         own_ids, own_positions, slots, *rows = inputs
@@ -458,8 +458,8 @@ class _Recorder(TorchDispatchMode):
         return widened
 
     def _joined(self, parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-        """Computes torch.cat of matrices [T, C] of one dtype along columns. Raises _NotRecordableError for any
-        other."""
+        """Computes torch.cat along columns of matrices [T, C] of one dtype with dense rows. Raises _NotRecordableError
+        for any other."""
         first = parts[0]
         if dim != 1 or any(part.dim() != 2 or part.stride(1) != 1 or part.dtype is not first.dtype for part in parts):
             raise _NotRecordableError("a joint of other than columns")

@@ -24,7 +24,7 @@ class _Blocks(NamedTuple):
     """A type of ggml blocks, and the format that its blocks are unpacked to."""
 
     code: int  # of the extension
-    num_bytes: int  # of a block, as all that follow
+    num_bytes: int  # this and the next two are per block
     num_values: int
     num_groups: int
     num_bits: int  # of a value, unpacked

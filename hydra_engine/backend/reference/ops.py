@@ -187,7 +187,8 @@ class QuantizedLinear:
 
 
 class PlainLinear:
-    """A `PackedLinear` with contiguous weight [num_out, K] and bias in `dtype`, copied only if they are not that."""
+    """A `PackedLinear` with weight [num_out, K] and bias, contiguous in `dtype`; tensors that already are so are not
+    copied."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         checks.check_linear(weight, bias)
@@ -225,8 +226,7 @@ class ReferenceOps(ComposedOps):
     def pack_linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, rows: torch.dtype | None = None
     ) -> PackedLinear:
-        """Converts floats to float32, whatever `rows`, which is twice the size of a 16-bit original; quantised weights
-        are kept as they are."""
+        """Widens floats to float32 whatever `rows`, twice the size of 16-bit ones; keeps quantised weights as given."""
         if isinstance(weight, QuantizedWeight):
             return QuantizedLinear(weight, bias)
         return PlainLinear(weight, bias, torch.float32)
@@ -386,7 +386,7 @@ class ReferenceOps(ComposedOps):
         return AttentionPlan(cu_q, num_context, block_tables, max_q, max_context)
 
     def plan_decode(self, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
-        """Keeps the tensors; each op that uses the plan reads their contents, so `max_context` is 0."""
+        """Keeps the tensors; each op that uses the plan reads their contents. `max_context` is 0: not known yet."""
         batch, _ = checks.check_decode_plan(num_context, block_tables)
         cu_q = torch.arange(batch + 1, dtype=torch.int32)
         return AttentionPlan(cu_q, num_context, block_tables, max_q=1, max_context=0)
