@@ -44,8 +44,8 @@ def blank_rows(
     scored: bool = False,
 ) -> LanguageInput:
     """Input of a dummy step whose row r has the last `counts[r]` tokens of a context of `contexts[r]`; it writes no
-    cache. The first `merged` tokens take image features, which needs an image cache. `scored`: logits of all tokens are
-    computed, and dropped."""
+    cache but state slot r of `states`. The first `merged` tokens take image features, which needs an image cache.
+    `scored`: logits of all tokens are computed, and dropped."""
     ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
     cu_q = torch.cat([torch.zeros(1, dtype=torch.int32), ends])
     longest, num_tokens = max(contexts), int(ends[-1])

@@ -25,9 +25,9 @@ OUT_OF_MEMORY = Unavailable(
 
 
 def run_guarded(what: str, run: Callable[[], T]) -> T | ErrorInfo:
-    """Returns the result of `run`, or the error for the request that made it raise. Logs the exception, unless it says
-    that the request is invalid. The error is OUT_OF_MEMORY if the device's memory ran out: the failed call's tensors
-    are freed by then, memory that the allocator caches is not. Raises BackendError if `run` does."""
+    """Returns the result of `run`, or the error for the request that made it raise. Logs the exception as that of
+    `what`, unless it is an InvalidRequest. The error is OUT_OF_MEMORY if the device's memory ran out: the failed call's
+    tensors are freed by then, memory that the allocator caches is not. Raises BackendError if `run` does."""
     try:
         return run()
     except BackendError:

@@ -190,8 +190,8 @@ class Peer:
 
 
 def _check(export: PoolExport, ours: PagedCache) -> None:
-    """Raises TransferError if the peer's blocks differ from those of `ours`, or do not fit the memory that it
-    exports."""
+    """Raises TransferError if the peer's blocks differ from those of `ours`, or there are none, or more than the
+    exported memory holds."""
     theirs = export.layout
     expected = layout_of(theirs.kind, ours)
     if not theirs.agrees_with(expected):
@@ -248,8 +248,8 @@ class TransferLane:
         return PullResult(job.step_id, started_s, self._clock.now(), valid, num_bytes, problem, job.ticket)
 
     def _pull(self, job: PullJob, peer: Peer | None) -> tuple[bool, int, str | None]:
-        """Copies and validates. Returns (control word still valid, bytes, problem): None, or that checksums differ.
-        Raises TransferError if the peer is not open or has no such pool."""
+        """Copies the blocks. Returns (True if the offer's control word is still valid, bytes copied, problem or None):
+        the problem that checksums differ. Raises TransferError if the peer is not open or lacks a pool of that kind."""
         kind = PoolKind(job.pool)
         if peer is None:
             raise TransferError(f"instance {job.peer} is not connected")
@@ -268,7 +268,7 @@ class TransferLane:
 
 
 def _problem(job: PullJob, error: ErrorInfo) -> str:
-    """The text of a failed pull: that of a TransferError, for any other error that the log says why."""
+    """The text of a failed pull: the error's own if it is a TransferError, else one that refers to the log."""
     if error.kind == TransferError.__name__:
         return error.message
     return f"blocks of instance {job.peer} could not be copied; the log says why"
@@ -334,8 +334,7 @@ class Exchange:
             self._lane.submit(peer.close)
 
     def piece_blocks(self, peer: str, pool: str) -> int:
-        """Maximum number of the peer's blocks to ask for at once; 0 if its memory is mapped, or the peer is not
-        open."""
+        """Maximum number of blocks to ask for at once; 0 if the peer's pool (a PoolKind) is mapped, or not open."""
         opened = self._peers.get(peer)
         return 0 if opened is None else opened.piece_blocks.get(PoolKind(pool), 0)
 

@@ -165,18 +165,18 @@ class Worker:
     # ---- steps
 
     def submit_vision(self, plan: VisionPlan) -> None:
-        """Queues the plan in its lane; `poll` returns the result. Asserts that there is such a lane."""
+        """Queues the plan in the vision lane; `poll` returns its result. Asserts that the worker has the lane."""
         assert self._vision is not None, "this worker has no vision lane"
         self._vision.submit(plan, [self._requests[item.request_id] for item in plan.items], self.deliver)
 
     def submit_language(self, plan: LanguagePlan) -> None:
-        """Queues the plan in its lane; `poll` returns the result. Asserts that there is such a lane."""
+        """Queues the plan in the language lane; `poll` returns its result. Asserts that the worker has the lane."""
         assert self._language is not None, "this worker has no language lane"
         self._language.submit(plan, [self._requests[chunk.request_id] for chunk in plan.chunks], self.deliver)
 
     def run_job(self, job: Job) -> None:
-        """Runs a job in a lane's thread. An exception here is fatal (a device failure or a bug, not one request's
-        fault): it is stored, raised by the next `poll`, and ends the lane."""
+        """Runs a job; called in a lane's thread. An exception is fatal (a device failure or a bug, not one request's
+        fault): it is raised again, which ends the lane, and every later `poll` raises the first such exception."""
         try:
             job()
         except Exception as error:  # broad on purpose: whatever ends a lane must end the wait for it

@@ -78,9 +78,9 @@ class SpecialGraphs:
     def capture(
         self, size: int, seq_slots: Tensor, sampling: SamplingTensors, step_results: list[Tensor]
     ) -> SpecialGraph:
-        """Captures the graph of special rows, right after that of a step of `size` rows [B] that sample. Removes the
-        step's logits from `step_results`: later captures may compute in their memory, which does no harm, since no
-        other graph is replayed between a step's and that of its special rows."""
+        """Captures the graph of special rows right after that of their step, in which `size` rows sample and whose
+        tensors the arguments are; `step_results`: (tokens, finite, logits). Removes the logits there: later captures
+        may compute in their memory, since no other graph is replayed between a step's and that of its special rows."""
         vocabulary = step_results[-1].shape[1]
         special = self._tensors(size, vocabulary)
         results: list[Tensor] = []
@@ -576,7 +576,7 @@ class MixedGraphs:
         return MixedRows(columns.cu_q, columns.rest_cu_q, columns.num_context, columns.decode_context, tables)
 
     def _columns(self, size: MixedSize) -> _MixedColumns[Tensor]:
-        """The first columns of the input buffer, for a step of this size."""
+        """The columns of a step of this size, at the beginning of the input buffer."""
         columns: _MixedColumns[Tensor] = _mixed_columns(self._packed, size, self._layout, _TENSORS)
         return columns
 

@@ -80,8 +80,9 @@ class Pending:
         return self._order.resolve(self)
 
     def read(self, slot_table: SlotTable) -> None:
-        """Waits for the device, completes `samples`, and records failed rows in the slot table; rows whose request
-        failed in an earlier step fail too. Steps must be read in order."""
+        """Waits for the device and completes `samples`. If `slot_owners` is set, also fails rows whose request failed
+        in an earlier step, and records all failed rows in the slot table. Read steps in order. Raises BackendError if
+        the device failed."""
         for rows, pending in self._pending:
             self.samples.put(rows, pending.read())
         for fence in self._fences:

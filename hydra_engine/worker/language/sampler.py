@@ -86,13 +86,14 @@ class TokenHistory:
             self._read_next()
 
     def resolve(self) -> None:
-        """Waits for the expected tokens and records them; none from the first one on whose row failed (`is_broken`).
+        """Waits for the expected tokens and records them, up to the first whose row failed, which sets `is_broken`.
         Raises what their `read` raises."""
         while self._pending:
             self._read_next()
 
     def _read_next(self) -> None:
-        """Waits for the oldest expected token and records it, unless its row or an earlier one failed."""
+        """Waits for the oldest expected token. Records it, or sets `is_broken` if its row failed; drops it if that is
+        set already."""
         position, read = self._pending[0]
         token = read()
         self._pending.popleft()
@@ -181,9 +182,10 @@ class SamplingState:
 
 
 def allowed_tokens(state: SamplingState, num_generated: int, size: int) -> Mask | None:
-    """The mask [size] of tokens that may be sampled after `num_generated` tokens; None: all. With a grammar the other
-    rules apply as far as they leave a token, and those for the last token do not apply. Raises InvalidRequest if no
-    token is left, and the errors of the grammar."""
+    """The mask [size] of tokens that may be sampled after `num_generated` tokens; None: all. Without a grammar, tokens
+    that the model's rules demand as the last one (`forced`) override all else. With one they are not demanded, and
+    other rules apply as far as they leave a token (`_in_grammar`). Raises InvalidRequest if no token is left, and the
+    errors of the grammar."""
     params = state.params
     if state.constraint is not None:
         return _in_grammar(state, state.constraint, num_generated, size)
@@ -442,10 +444,10 @@ class SlotSpecials:
     def arrays(
         self, rows: Int64s, seq_slots: Int64s, num_generated: Int64s, size: int, vocabulary: int
     ) -> SpecialArrays:
-        """Builds the host arrays of a step with `size` sampling rows, or returns the latest ones, which must not be
-        changed, if they are equal. `rows`: indices of the special ones, to which `seq_slots` and `num_generated`
-        belong. Waits for the last token of requests with a grammar. A row whose mask cannot be made is in `failures`.
-        Raises BackendError if the device failed."""
+        """Builds host arrays of `size` rows, or returns the latest ones, which must not be changed, if they are equal.
+        `rows`: indices of the special ones among them, to which `seq_slots` and `num_generated` belong. Waits for the
+        last token of requests with a grammar. A row whose mask cannot be made is in `failures`. Raises BackendError if
+        the device failed."""
         masks: dict[int, _Words] = {}  # by row
         failures: list[tuple[int, ErrorInfo]] = []
         for index in self._may_mask[seq_slots].nonzero()[0].tolist():
@@ -484,9 +486,9 @@ class SlotSpecials:
         return special
 
     def _mask(self, seq_slot: int, num_generated: int, vocabulary: int) -> _Words | None:
-        """The mask of allowed tokens as bits, [ceil(V / 32)]; None: all are allowed, also if an earlier row of the
-        request failed. With a grammar, waits for the request's tokens; other masks are kept until a rule begins or
-        ceases to apply. Raises what `allowed_tokens` raises."""
+        """The mask of allowed tokens as bits, [ceil(V / 32)]; None: all are allowed, or the request has a grammar and
+        an earlier row of it failed. With a grammar, waits for the request's tokens, and raises BackendError if the
+        device failed; other masks are computed again only if other rules apply. Raises what `allowed_tokens` raises."""
         state = self._states[seq_slot]
         assert state is not None
         if state.constraint is not None:
@@ -507,8 +509,8 @@ class SlotSpecials:
         return self._masks[seq_slot][1]
 
     def recounts(self, seq_slots: Int64s, vocabulary: int) -> Recounts | None:
-        """Counts all tokens so far of the slots whose requests have penalties; None if no slot has. Waits for tokens
-        that are still on the device."""
+        """Counts prompt and output tokens, as in `SlotTable.counts`, of the slots whose requests have penalties; None
+        if there are none. Waits for tokens that are still on the device."""
         penalised = seq_slots[self._penalised[seq_slots]]
         if not penalised.size:
             return None

@@ -291,7 +291,7 @@ class SlotTable:
         return self._counts
 
     def recount(self, seq_slots: Tensor, places: Tensor, counts: Tensor, vocabulary: int) -> None:
-        """Replaces all counts of `seq_slots` by those in `Recounts`; all on the device."""
+        """Sets the counts of `seq_slots` to 0, then those at `places` to `counts`: a `Recounts`, on the device."""
         table = self.counts(vocabulary)
         table.index_fill_(0, seq_slots, 0)
         table.view(-1).index_copy_(0, places, counts)
@@ -321,8 +321,7 @@ class SlotTable:
         return SamplingRows(rows, seq_slots, num_generated, special)
 
     def is_greedy(self, sampling: SamplingRows) -> bool:
-        """True if every row takes its largest logit and none is special (biases, penalties, masks, log
-        probabilities)."""
+        """True if every row takes its largest logit and none is special."""
         drawn = np.count_nonzero(self.sampling.temperatures[sampling.seq_slots])
         return not drawn and not sampling.special.size
 

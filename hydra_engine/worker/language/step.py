@@ -297,8 +297,8 @@ class LanguageStep:
     def _replayed(
         self, replay: _Replay, plan: LanguagePlan, rows: StepRows, context: StepContext
     ) -> Samples | PendingSamples:
-        """Launches the replay and the sampling of special rows. If that sampling raises, all rows that sample fail: the
-        replay has overwritten their last tokens, so the step cannot be run again."""
+        """Launches the replay and the sampling of special rows. If that sampling raises, all rows that sample fail,
+        since the step cannot be run again; a BackendError is raised."""
         sampling, fetch = context.sampling, self._parts.device.fetch
         sampled_rows = replay.launch()
         self._slot_table.mark_written(sampling.seq_slots)
@@ -334,7 +334,7 @@ class LanguageStep:
         scoring: PromptScoring | None,
         beside: Sequence[npt.NDArray[np.generic]] = (),
     ) -> tuple[LanguageInput, tuple[Tensor, ...]]:
-        """Sends the inputs of a step that is launched op by op, and returns what `sent_input` does."""
+        """Sends the inputs of a step that is launched op by op; `beside` and the result as in `sent_input`."""
         parts = self._parts
         return sent_input(
             plan,
@@ -404,9 +404,10 @@ class LanguageStep:
         logits: Tensor,
         found: tuple[Tensor, Tensor, Tensor] | None,
     ) -> tuple[Tensor, PendingSamples]:
-        """Draws and scores the special rows. `found`: (tokens, finite) of all rows that sample, where special rows have
-        their largest logit, and `sampling.special` on the device; None if all rows are special. Returns the tokens of
-        all rows that sample, with those of the special rows, and the step's samples."""
+        """Samples and scores the special rows. Adds their tokens to the penalty counts of the slot table last: if it
+        raises before, it can be run again. `found`, on the device: (tokens, finite) of all rows that sample, and the
+        indices of special rows, whose tokens, greedy so far, are replaced in place; None if all rows are special.
+        Returns the tokens of all rows that sample, and the step's samples."""
         ops, slot_table = self._parts.ops, self._slot_table
         index, vocabulary = sampling.special, logits.shape[1]
         seq_slots, count, places = sampling.seq_slots[index], len(index), np.arange(len(index))
@@ -437,7 +438,7 @@ class LanguageStep:
         return every[0], self._pending_samples(plan.num_rows, rows, sampling, special, places, (*every, *scores))
 
     def _sent_special(self, special: SpecialArrays, seq_slots: Int64s, num_generated: Int64s) -> _SentSpecial:
-        """Sends what draws of these special rows need, in one copy, since a device has buffers for a few of each step.
+        """Sends what draws of these special rows need, in one copy, since a device has buffers for a few copies a step.
         If the latest call sent the same `special`, only sampling parameters are sent again, and nothing if no row has a
         temperature."""
         sent = self._special

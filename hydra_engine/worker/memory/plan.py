@@ -63,7 +63,7 @@ class Needs:
 
     @property
     def pictures(self) -> VisionSpec | None:
-        """The vision spec if the role encodes images or receives features, else None."""
+        """The vision spec if the role encodes images or receives features; else, or without vision, None."""
         return self.spec.vision if Role.E in self.role or Role.P in self.role else None
 
     @property
@@ -333,8 +333,8 @@ def _kv_blocks(config: EngineConfig, max_model_len: int, block_bytes: int, share
 
 def _min_request(spec: ModelSpec, config: EngineConfig, wanted_len: int, reasons: list[str]) -> tuple[int, str]:
     """(tokens, reason) of the request that must fit: the longest if that is configured, else one with a largest picture
-    and MIN_TEXT_TOKENS, or of 2 tokens without vision. Appends a note to `reasons` if such a picture does not fit the
-    longest request."""
+    and MIN_TEXT_TOKENS, or of 2 tokens without vision, `wanted_len` if that is less. Appends a note to `reasons` if the
+    picture does not fit the longest request."""
     least = 2 if spec.vision is None else spec.vision.max_tokens_per_image + MIN_TEXT_TOKENS
     if least > wanted_len:  # what was asked for, or what the model is: such pictures are refused one by one
         reasons.append(f"pictures of more than {wanted_len - MIN_TEXT_TOKENS} tokens do not fit max_model_len")

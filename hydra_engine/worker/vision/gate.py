@@ -134,8 +134,8 @@ class LaneGate(Gate):
 
 
 class _Piece(NamedTuple):
-    """The work launched between two checkpoints. The device begins it after `begin_mark`, and not before `begun_s` on
-    the host's clock."""
+    """The work launched between two checkpoints, which ends at `mark`. The device begins it after `begin_mark`, and not
+    before `begun_s` on the host's clock."""
 
     begin_mark: Mark
     mark: Mark
@@ -203,8 +203,8 @@ class DeviceGate(Gate):
     # ---- the vision lane
 
     def enter(self, num_patches: int = 0) -> None:
-        """Starts a vision step of `num_patches` patches; waits first for earlier pieces and the running language step's
-        end, as `checkpoint` does."""
+        """Starts a vision step of `num_patches` patches. If `paced`, waits first until at most one earlier piece is in
+        flight, and the running language step has allowance left or has ended. `leave` must follow."""
         with self._changed:
             assert self._kind is None, "a vision step began inside another"
             self._kind = num_patches.bit_length()
@@ -294,8 +294,8 @@ class DeviceGate(Gate):
         return max(0.0, self._clock.now() - max(begun_s[0], self._done_s, self._step_s)) if begun_s else 0.0
 
     def _left_s(self) -> float:
-        """Seconds of pieces in flight beside the running step: so far, plus their expected rest. Infinite if no piece
-        of such an encode's size has been measured."""
+        """Seconds of the pieces in flight beside the running step: so far, plus their expected rest; infinite if the
+        kind of a piece has not been measured yet."""
         running_s, now = self._running_s(), self._clock.now()
         for index, piece in enumerate(self._in_flight):
             expected_s = self._expected.get(piece.kind, inf)

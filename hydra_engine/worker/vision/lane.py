@@ -165,7 +165,8 @@ class VisionLane:
         self, items: Sequence[EncodeItem], records: Sequence[WorkerRequest], *, alone: bool = False
     ) -> tuple[ErrorInfo | Flag, ...]:
         """Launches the items. A step that raises is run again picture by picture, so that only the faulty one fails; a
-        single picture that ran out of memory is retried once, after memory has been released. `alone`: such a retry."""
+        single picture that ran out of memory is retried once, after memory has been released. `alone`: a retry of one
+        item, which fails if it raises again. Returns an error or a pending check per item."""
         if not items:
             return ()
         flags = run_guarded_step(self._device, f"vision step of {len(items)}", partial(self._step, items, records))
