@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 
-from tests.architecture.sources import PACKAGES, ROOT, files_in, nodes_of
+from tests.architecture.sources import PACKAGES, ROOT, files_in, nodes_of, text_of
+from tools.import_graph import BEGIN, END, diagram, reduced
 
 
 def modules() -> dict[str, str]:
@@ -57,3 +58,12 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 def test_a_circle_is_found() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set[str](), "e": {"a"}}
     assert circles(graph) == [frozenset("abc")]
+
+
+def test_the_page_draws_the_imports_between_folders() -> None:
+    drawn = text_of(ROOT / "docs" / "architecture.md").partition(BEGIN)[2].partition(END)[0]
+    assert drawn == diagram(), "run python -m tools.import_graph --write"
+
+
+def test_an_arrow_that_others_imply_is_not_drawn() -> None:
+    assert reduced({"a": {"b", "c", "d"}, "b": {"c"}}) == {"a": {"b", "d"}, "b": {"c"}}
