@@ -46,9 +46,9 @@ class Rows(NamedTuple):
 class CudaPlan:
     """`AttentionPlan.native`: the first `num_decodes` rows take the decode kernel, the others the prefill kernel.
 
-    num_decodes: 0 if deterministic. In a mixed plan (`mixed`) otherwise all rows: the prefill kernel overwrites the
+    num_decodes: 0 if deterministic; else, in a mixed plan (`mixed`), all rows: the prefill kernel then overwrites the
     results of prompts. max_decode_context: tokens of the longest context of a decode; None: as long as the block
-    tables. rest_cu_q, max_rest_q: the prefill kernel's cu_q, and the most queries that one of its rows has.
+    tables. rest_cu_q, max_rest_q: the prefill kernel's cu_q, from 0, and the most queries that one of its rows has.
     """
 
     num_tokens: int
@@ -58,7 +58,7 @@ class CudaPlan:
     max_rest_q: int
     rows: Rows | None  # None: known to the device only
     mixed: MixedRows | None = None  # of a captured mixed step
-    max_prompts: int = 0  # rows of its prompts at most
+    max_prompts: int = 0  # of a mixed step: rows with queries of the prefill kernel at most
 
 
 def num_leading_decodes(cu_q: Int32s) -> int:
@@ -202,7 +202,8 @@ class CudaAttention:
     ) -> None:
         """Writes the attention of the rows of the prefill kernel into their rows of `out`, [T, Hq, D].
 
-        native: as in `decodes`. Call it after `decodes`. Arguments are checked by the caller.
+        native: as in `decodes`. Call it after `decodes`, whose results for prompts of a mixed plan it overwrites.
+        Arguments are checked by the caller.
         """
         # The rows of a mixed plan count tokens from the first one of the step.
         split = native.num_decodes if native.mixed is None else 0
@@ -254,7 +255,7 @@ class CudaAttention:
         """Returns (cu_seqlens on the device, int32 [segments + 1]; rows of the longest segment).
 
         Cached per lane, since every layer of a tower asks for the same. Raises ValueError unless `cu_seqlens` rises
-        from 0 to the rows of q; k and v are checked only if the result is not cached.
+        from 0 to the rows of q; dtypes and shapes of q, k and v are checked only if the result is not cached.
         """
         sent, bounds = self._lane.segments, tuple(cu_seqlens)
         segments = sent.get(bounds)

@@ -77,8 +77,8 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return fastest if seconds[TRITON] >= MARGIN * seconds[fastest] else TRITON
 
     def describe(self, use: str) -> str:
-        """A line for the user: the best candidate; then, for each candidate but TRITON, its speed as a multiple of
-        TRITON's or the reason why it was left out."""
+        """A line for the user: the use case and its best candidate; then, for each candidate but TRITON, its speed as a
+        multiple of TRITON's or the reason why it was left out."""
         seconds = self.seconds[use]
         parts = [f"{name} {seconds[TRITON] / taken:.2f}" for name, taken in seconds.items() if name != TRITON]
         parts += [f"{name}: {why}" for name, why in self.left_out.get(use, {}).items()]

@@ -190,7 +190,7 @@ class CudaMark:
 
 
 def failure(device: torch.device, error: Exception) -> BackendError:
-    """The error of a failed device, with the first line of CUDA's message. After most CUDA errors the process cannot
-    use the device."""
+    """The error to raise if a device failed or reports a fault, with the first line of `error`, at most 160 characters.
+    After most CUDA errors the process cannot use the device."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return BackendError(f"the device {device} failed: {lines[0][:160]}")

@@ -21,8 +21,8 @@ from hydra_kernels import delta_rule as recurrence
 
 @dataclass(frozen=True, slots=True)
 class CudaStateRows:
-    """`StateRows.native`. tiles: [M, 2] int32, row and first token in the row of the convolution's tiles, of at most
-    `tile` tokens each."""
+    """`StateRows.native`. tiles: [M, 2] int32, for each tile of the convolution its row and its first token's number in
+    that row; a tile has at most `tile` tokens."""
 
     num_tokens: int
     num_slots: int  # slots that the cache must have; 0: known to the device only
@@ -61,8 +61,8 @@ def plan_decode(starts: Tensor, read_slots: Tensor, write_slots: Tensor) -> Stat
 
 
 def causal_conv(x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
-    """Implements `Ops.causal_conv`. Raises ValueError also if `rows` do not fit x, or if the cache lacks `layer` or a
-    slot that the host knows."""
+    """Implements `Ops.causal_conv`. Raises ValueError also if `rows` do not fit x, or if the cache lacks `layer` or,
+    with rows of `plan`, one of their slots."""
     native = _checked(rows, x.shape[0], cache.conv, layer)
     return convolution.causal_conv(
         *(x, weight, cache.conv[:, layer], native.tiles, rows.cu_q, rows.starts, rows.read_slots, rows.write_slots),
@@ -72,15 +72,16 @@ def causal_conv(x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: 
 
 def delta_rule(inputs: DeltaInputs, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
     """Implements `Ops.delta_rule`. Raises ValueError also if `rows` do not fit the inputs, or if the cache lacks
-    `layer` or a slot that the host knows."""
+    `layer` or, with rows of `plan`, one of their slots."""
     _checked(rows, inputs.v.shape[0], cache.recurrent, layer)
     states = cache.recurrent[:, layer]
     return recurrence.delta_rule(*inputs, states, rows.cu_q, rows.starts, rows.read_slots, rows.write_slots)
 
 
 def _checked(rows: StateRows, tokens: int, states: Tensor, layer: int) -> CudaStateRows:
-    """Returns `rows.native`. Raises ValueError unless the rows have `tokens` tokens, and `states` [N, L, ..] has the
-    layer and all slots that the host knows."""
+    """Returns `rows.native`. Raises ValueError unless the rows have `tokens` tokens together, and `states` [N, L, ..]
+    has this layer and, with rows of `plan`, all of their slots; slots of `plan_decode` are on the device, unchecked.
+    Asserts that one of the two made the rows."""
     native = rows.native
     assert isinstance(native, CudaStateRows), "rows that Ops.plan_states of these ops has not seen"
     places, layers = states.shape[:2]
@@ -94,7 +95,7 @@ def _checked(rows: StateRows, tokens: int, states: Tensor, layer: int) -> CudaSt
 
 
 def _tiles(counts: npt.NDArray[np.int64], tile: int) -> npt.NDArray[np.int32]:
-    """Tiles [M, 2]: row, and first token in the row. A row without tokens has a tile too, which copies its state."""
+    """`CudaStateRows.tiles` of rows with `counts` tokens; a row without tokens has one too, which copies its state."""
     per_row = np.maximum(-(-counts // tile), 1)
     rows = np.repeat(np.arange(len(counts)), per_row)
     firsts = np.arange(len(rows)) - np.repeat(np.cumsum(per_row) - per_row, per_row)

@@ -151,7 +151,7 @@ class GraphBuffers:
 class GraphDecode:
     """A FlashInfer wrapper of captured decodes, for one kind of layer and `batch` rows of at most `width` blocks.
 
-    Only the lane's thread uses it. buffers: the lane's for this kind of layer. send: `Device.send`.
+    Only the lane's thread uses it. workspace, buffers: the lane's, the latter for this kind. send: `Device.send`.
     """
 
     def __init__(
@@ -223,7 +223,8 @@ class GraphPlan:
 
     def refresh(self, num_context: Int32s, block_tables: Int32s) -> None:
         """Implements `AttentionPlan.refresh`: keeps new contents, and plans them for all kinds of layers that were used
-        so far. Raises ValueError if they have too many rows or blocks, and as `pages` and `GraphDecode.plan`."""
+        so far. Raises ValueError unless there are `batch` contexts, at most `batch` rows of tables and at most `width`
+        blocks, and as `pages` and `GraphDecode.plan`."""
         count, width = block_tables.shape
         if num_context.shape != (self.batch,) or count > self.batch or width > self.width:
             raise ValueError(
@@ -238,7 +239,7 @@ class GraphPlan:
 
     def pages(self, block_size: int) -> Pages:
         """The rows of the last refresh as `Pages`. Raises ValueError if there was none, or if a context is below 1 or
-        longer than its blocks."""
+        longer than the tables' blocks."""
         if not self.rows:
             raise ValueError("plan: expected one that was refreshed, whose rows are known to the host")
         ((num_context, tables),) = self.rows
@@ -394,8 +395,8 @@ class FlashInferAttention:
     # ---- attention
 
     def paged(self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:
-        """Implements `Ops.attention_paged` for plans that this class made. Decodes, and likewise prompts, take Triton
-        where FlashInfer has no kernel for their dtype and heads, or is not to be used."""
+        """Implements `Ops.attention_paged` for plans of this class and caches that are not quantized. Decodes, and
+        likewise prompts, take Triton where FlashInfer has no kernel for their dtype and heads, or is not to be used."""
         native = plan.native
         if isinstance(native, CudaPlan):
             return self._by_triton.paged(q, cache, layer, plan, scale)
@@ -474,8 +475,8 @@ class FlashInferAttention:
     # ---- wrappers
 
     def _captured(self, kind: Kind, native: GraphPlan) -> Any:
-        """Returns the wrapper of a captured decode, which is made and planned at its first use. That use is never
-        captured: `Device.capture` runs once before it captures."""
+        """Returns FlashInfer's wrapper of a captured decode, made and planned at the first call for this kind, which is
+        never part of the graph: `Device.capture` runs the step once before it captures."""
         decode = native.decodes.get(kind)
         if decode is None:
             pages = native.pages(kind.block_size)
@@ -488,7 +489,7 @@ class FlashInferAttention:
         return decode.wrapper
 
     def _decode(self, kind: Kind, native: FlashPlan) -> Any:
-        """Returns a wrapper that is planned for the step's decodes; all layers of this kind run the same plan."""
+        """Returns FlashInfer's wrapper, planned for the step's decodes; all layers of this kind run the same plan."""
 
         def plan(wrapper: Any) -> None:
             _, *pages = self._pages(native, slice(native.num_decodes), kind)
@@ -499,8 +500,8 @@ class FlashInferAttention:
         return wrappers.get_planned((native, kind), plan)
 
     def _prefill(self, kind: Kind, native: FlashPlan, kernel: str) -> Any:
-        """Returns a wrapper that is planned for the step's rows after the decodes; all layers of this kind run the same
-        plan. kernel: from `_kernel`."""
+        """Returns FlashInfer's wrapper, planned for the step's rows after the decodes; all layers of this kind run the
+        same plan. kernel: from `_kernel`."""
 
         def plan(wrapper: Any) -> None:
             pages = self._pages(native, slice(native.num_decodes, None), kind)
@@ -511,8 +512,8 @@ class FlashInferAttention:
         return wrappers.get_planned((native, kind), plan)
 
     def _pages(self, native: FlashPlan, rows: slice, kind: Kind) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns (cu_q, indptr, indices, last_page_len) of some rows. FlashInfer reads plans on the host; only the
-        list of blocks, which can be long, is sent to the device."""
+        """`Pages` of some rows as tensors: (cu_q, indptr, indices, last_page_len). FlashInfer reads plans on the host;
+        only the list of blocks, which can be long, is sent to the device."""
         pages = pages_of(native.num_q[rows], native.num_context[rows], native.block_tables[rows], kind.block_size)
         (indices,) = self._send((pages.indices,))
         cu_q, indptr, last = (torch.from_numpy(part) for part in (pages.cu_q, pages.indptr, pages.last_page_len))

@@ -40,8 +40,8 @@ class FlashKernel(NamedTuple):
 
 
 class FlashKernels(NamedTuple):
-    """The usable kernels. problem: the reason why only the `built` ones are, worded to follow FlashInfer's name; empty
-    if others are compiled at first use."""
+    """The usable kernels. problem: the reason why only the `built` ones are, a clause in which "it" is FlashInfer;
+    empty if others are compiled at first use."""
 
     built: frozenset[FlashKernel] = frozenset()
     problem: str = ""
@@ -53,10 +53,10 @@ class FlashKernels(NamedTuple):
         return f"{name}-{head_dim} for {str(dtype).removeprefix('torch.')} is not compiled, and {self.problem}"
 
     def prompts(self, wanted: str, dtype: torch.dtype, head_dim: int, *, hopper: bool) -> str | None:
-        """FlashInfer's name of the kernel for prompts and segments; None if there is none.
+        """FlashInfer's name of the kernel for prompts and segments; None if the kernel cannot be used.
 
         wanted: "auto", FA2 or FA3. "auto" is returned unchanged if kernels can be compiled here, since FlashInfer then
-        chooses; otherwise it means FA3 if that is built and `hopper`, else FA2.
+        chooses; otherwise it means FA3 if that is built and the GPU is a Hopper (`hopper`), else FA2.
         """
         if wanted == "auto" and self.problem:
             wanted = FA3 if hopper and not self.reason_missing(FA3, dtype, head_dim) else FA2
@@ -87,8 +87,8 @@ def installed() -> FlashKernels:
 
 
 def describe_installed() -> str:
-    """A description of the kernels in FlashInfer's package and, if it can compile no others, of the reason; "" if it is
-    not installed. Does not import it, which takes seconds, and leaves out kernels that other packages provide."""
+    """The built kernels in FlashInfer's package and why it can compile no others (empty if it can), with "; " between
+    them; "" if it is not installed. Does not import it, which takes seconds, nor list kernels of other packages."""
     try:
         folder = Path(str(metadata.distribution("flashinfer-python").locate_file("flashinfer"))) / "data"
     except metadata.PackageNotFoundError:

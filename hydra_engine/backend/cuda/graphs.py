@@ -78,9 +78,9 @@ class GraphPools:
         return graphs
 
     def _capture(self, launch: Launch, stream: torch.cuda.Stream) -> tuple[CudaGraph, ...]:
-        """Runs `launch` once, waits for it, and captures it in the stream's memory pool. The first graph counts the
-        device memory that all of them took. If memory runs out, no graph of the stream is kept here, so that the pool
-        is freed with the caller's graphs."""
+        """Runs `launch` once, waits for it, empties torch's cache, and captures it in the stream's memory pool. The
+        first graph counts the device memory that all of them took. If memory runs out, no graph of the stream is kept
+        here, so that the pool is freed with the caller's graphs."""
         try:
             # Warm-up: compiles and loads kernels and makes this stream's workspaces, which cannot be captured.
             launch(_no_cut)
@@ -102,8 +102,8 @@ class GraphPools:
         return tuple(CudaGraph(graph, 0 if index else num_bytes, launch) for index, graph in enumerate(graphs))
 
     def _cause(self, error: RuntimeError) -> Exception:
-        """The error to raise for a capture that failed: what made it fail, which is the context of the error at its
-        end."""
+        """The error to raise for a capture that failed with `error`: OutOfMemoryError or BackendError, made from what
+        was raised inside the capture, the context of `error`, or without one from `error` itself."""
         if isinstance(error.__context__, torch.OutOfMemoryError):
             return torch.OutOfMemoryError(str(error.__context__))  # a new one: the traceback of this one keeps memory
         return failure(self._device, error.__context__ if isinstance(error.__context__, RuntimeError) else error)

@@ -113,7 +113,7 @@ def implementation(
 def fused(x: Tensor, weights: Sequence[PackedLinear], *, deterministic: bool) -> CudaLinear | None:
     """The weight, if one launch can compute its product with x and the op that follows; else None.
 
-    Such a launch takes 1 to SMALL_ROWS rows and one weight that is neither quantised nor padded, unless deterministic.
+    That needs 1 to SMALL_ROWS rows, one weight, neither quantised nor padded, and `deterministic` False.
     """
     (weight, *others), rows = weights, x.shape[0]
     small = implementation(rows, deterministic=deterministic) == "small"
@@ -123,8 +123,8 @@ def fused(x: Tensor, weights: Sequence[PackedLinear], *, deterministic: bool) ->
 
 
 def leaves_residual(rows: int, weight: PackedLinear, *, deterministic: bool) -> bool:
-    """True if `linear` would add a residual to cuBLAS's rounded product by a second launch, whose work a norm's launch
-    can do as well."""
+    """True if `linear` would add a residual to cuBLAS's rounded product by a second launch; the launch of a norm that
+    follows can then add it instead, with the same bits."""
     if not isinstance(weight, CudaLinear) or weight.bias is None or not rows:
         return False
     return implementation(rows, deterministic=deterministic) == "cublas"
@@ -166,8 +166,8 @@ def _quantized(
     *,
     deterministic: bool,
 ) -> Tensor:
-    """Multiplies by a quantised weight. The weight's first product, unless deterministic, also launches all its other
-    kernels, so that a warm-up compiles them."""
+    """Multiplies by a quantised weight. The weight's first product, unless deterministic, also launches the kernels for
+    all other numbers of rows, on zeros, so that a warm-up compiles them."""
     if not weight.has_been_used and not deterministic:
         weight.has_been_used = True
         for rows in (*QUANTIZED_STEPS, SMALL_ROWS + 1):
@@ -184,7 +184,7 @@ def _quantized(
 
 def _scaled(x: Tensor, weight: QuantizedCudaLinear, scales: Tensor, act: Activation, residual: Tensor | None) -> Tensor:
     """Multiplies bfloat16 rows, which it rounds to 8-bit floats, on FP8 tensor cores, with float32 sums (no fast
-    accumulation). scales: from `_tensor_core_scales`."""
+    accumulation); rounds before it adds bias and residual. scales: from `_tensor_core_scales`."""
     numbers, group_size = weight.weight.words.view(FLOAT8), weight.weight.group_size
     rows, steps = round_rows(x, weight.weight.words.shape[1], group_size)
     product = torch._scaled_mm(rows, numbers.t(), scale_a=steps, scale_b=scales, out_dtype=x.dtype)[: x.shape[0]]

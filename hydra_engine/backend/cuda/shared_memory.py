@@ -55,7 +55,7 @@ class PoolHandle(NamedTuple):
 
 
 class DevicePool:
-    """`SharedMemory` of backend/device.py on GPU number `device`: `num_bytes` rounded up to 2 MiB, zeroed.
+    """`SharedMemory` of backend/device.py on GPU number `device`: `num_bytes` rounded up to multiples of 2 MiB, zeroed.
 
     Memory that was never exported is freed with the pool and its tensors. Memory whose `handle` was read stays until
     the process ends, since CUDA does not define what peers would see.
@@ -270,6 +270,6 @@ class PeerStaging:
         return self._pool.tensor()
 
     def close(self) -> None:
-        """Unpins and unmaps the pool. No copy from it may be in flight. Idempotent."""
+        """Unpins the pool, and unmaps it with the last tensor over it. No copy from it may be in flight. Idempotent."""
         self._pin.unpin()
         self._pool.close()

@@ -111,8 +111,8 @@ class Sharing:
         return min([self._chosen, *parts], key=self._num_language_sms) if self._chosen else 0
 
     def _encode_partition(self) -> int:
-        """The partition of an encode beside language work: of the set one and of the steps in flight, the one
-        with the most language SMs."""
+        """The partition of an encode beside language work: of the partition that is set and the partitions of steps in
+        flight (the whole device left out), the one with the most language SMs; 0 if 0 is set and there are none."""
         parts = [place for place in self._places(LANGUAGE) if place]
         return max([self._chosen, *parts], key=self._num_language_sms)
 
@@ -148,7 +148,7 @@ class _Launched(NamedTuple):
 
 
 def _is_done() -> bool:
-    """Returns True, for launches that were finished when they were asked about."""
+    """Returns True: the `is_done` of a job whose launches the device had finished when it ended."""
     return True
 
 
@@ -164,8 +164,8 @@ class Track:
         self._use = use
 
     def switch_to(self, partition: int) -> None:
-        """Makes this partition's stream the thread's current one; it waits on the device for the lane's stream until
-        now."""
+        """Makes this partition's stream the thread's current one; on the device it waits for what the lane has
+        launched."""
         if partition == self.partition:
             return
         self.streams[partition].wait_stream(self.streams[self.partition])
@@ -173,7 +173,7 @@ class Track:
         self._use(self.streams[partition])
 
     def end_of_job(self) -> Callable[[], bool]:
-        """Returns a function that is True once the device has finished all launches until now."""
+        """Returns a function that returns True once the device has finished what the lane has launched until now."""
         stream = self.streams[self.partition]
         if stream.query():
             return _is_done
@@ -226,8 +226,8 @@ class SplitLane(CudaLane):
             raise
 
     def close(self) -> None:
-        """Moves to the whole device's stream, which is then ordered after the partitions' streams, waits for it and
-        stops the thread. Idempotent."""
+        """Waits for submitted jobs and for their launches on all partitions, and stops the thread; after a job that
+        raised, not for launches on partitions. Logs an error of the device. Idempotent."""
         with suppress(RuntimeError):  # closed already, or dead: then nothing that it launched is wanted
             self.submit(lambda: self._track.switch_to(0))
         super().close()
@@ -282,14 +282,14 @@ class SplitDevice:
 
     def lane(self, name: str, whole: torch.cuda.Stream, threads: int, set_threads: Callable[[int], None]) -> CudaLane:
         """Starts a lane; the caller closes it. The language and the vision lane move between partitions, others do not.
-        Start one of either at most: a partition has one stream for each. whole: stream of the whole device."""
+        Start at most one of each: a partition has one stream for it. whole: the lane's stream on the whole device."""
         if name not in (LANGUAGE, VISION):
             return CudaLane(name, self.torch_device, whole, threads, set_threads)
         return SplitLane(name, self, Track([whole, *self._streams[name]]), threads, set_threads)
 
     def set_partition(self, partition: int) -> None:
         """Sets the partition for when both lanes have work; a number above the last means the last. If a job of the
-        language lane calls this, it moves to the partition that it gets now. Not for the vision lane."""
+        language lane calls this, it moves to the partition that it gets now. The vision lane must not call it."""
         place = self.sharing.set_partition(min(partition, self.count - 1))
         if self.of_thread.track is not None:
             self.of_thread.track.switch_to(place)
@@ -350,5 +350,5 @@ def describe_split(counts: Sequence[int], sms: Sequence[Sequence[int]], num_sms:
 
 
 def _sentence(error: Exception) -> str:
-    """The message of an error of the extension, without source location and argument name."""
+    """The message of an error of the extension, without the source location and the prefix "counts: "."""
     return str(error).split(" [")[0].removeprefix("counts: ")

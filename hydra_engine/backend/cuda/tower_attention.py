@@ -78,7 +78,7 @@ class TowerAttention:
         self._by_host, self._captured = (tuple(found.get(chosen.kernel_for(use)) for use in pair) for pair in uses)
 
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Segments, scale: float) -> Tensor:
-        """Implements `Ops.attention_packed`. Segments are windows if none, by a plan's `max_length`, has more than
+        """Implements `Ops.attention_packed`. Segments are windows if the longest (of a plan: `max_length`) has at most
         WINDOW rows, else pictures. What the selected kernel does not support takes Triton."""
         if isinstance(cu_seqlens, PackedPlan):
             kernel = self._captured[cu_seqlens.max_length <= WINDOW]
