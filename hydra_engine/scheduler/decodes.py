@@ -281,7 +281,7 @@ class DecodeTable:
     # ---- results
 
     def read_chunk(self, seq_slot: int, token_id: int, ended_s: float, gap_s: float) -> float | None:
-        """Records the token of a decode's last chunk, which is in `generated` already. Returns the time of the token
+        """Records the token that a decode's last chunk sampled, already in `generated`. Returns the time of the token
         before if this one is late. `gap_s`: `StepTimes.gap_s`, above which it is late without a limit."""
         index = self.index_of(seq_slot)
         self._chunk_in_flight[index] = 0
@@ -370,8 +370,8 @@ class DecodeTable:
     def _ended(
         self, indices: Indices, starts: Int64s, token_ids: Int64s, token_list: list[int]
     ) -> list[tuple[RequestState, Ending]]:
-        """Returns the requests that end with this token. Checks only those at their last row, or with a token that ends
-        some decode in the table."""
+        """Returns the requests that end with their new token, and how. Checks only those at their last row, or with a
+        token that ends some decode in the table."""
         ended = starts >= self._last_starts[indices]
         if not self._stop_ids.keys().isdisjoint(token_list):
             ended |= np.isin(token_ids, list(self._stop_ids))

@@ -33,7 +33,7 @@ class StepObserver:
     """A no-op observer, which blames every late token on its step. Calls for the steps of one lane come in order."""
 
     def on_vision_planned(self, now: float, items: Work) -> None:
-        """Called when a vision step is planned; its lane runs it after the ones before it. `items`: patches."""
+        """Called when a vision step is planned, which runs after the ones before it. `items`: patches of each image."""
 
     def on_vision_done(self, started_s: float, ended_s: float, items: Work) -> None:
         """Called when the oldest vision step in flight has ended."""
@@ -45,8 +45,8 @@ class StepObserver:
         its prefill chunks. On the hot path."""
 
     def on_away(self, request_id: RequestId, kind: str, now: float, until_s: float = math.inf) -> None:
-        """Called when a request has lost its KV (`until_s` infinite: until its next step here), or has just got it from
-        another instance (at `until_s`). `kind`: `DelayCause.kind` for the time without KV."""
+        """Called when a request has lost its KV, now or before it arrived (`until_s` infinite: until its next step
+        here), or has just got it from another instance (at `until_s`). `kind`: as in `DelayCause`."""
 
     def explain(
         self, request_id: RequestId, since_s: float, until_s: float, tpot_limit_s: float
@@ -62,7 +62,7 @@ class Connector:
 
     Like vLLM's KVConnector it decides which requests wait for features or KV from elsewhere (`on_arrival`, `parks`),
     and is called when blocks are allocated (`on_start`), while a step is filled (`before_language`) and when a request
-    ends (`on_end`). Hooks about one request, except `on_arrival`, are called only if its `connector_state` is set.
+    ends (`on_end`). Without `connector_state` a request's hooks, except `on_arrival` and `may_encode`, are not called.
     """
 
     vision_first = False  # True: a vision step is planned before the language step
@@ -86,7 +86,7 @@ class Connector:
         return state.num_tokens
 
     def before_language(self, now: float, preempt: Preempt) -> None:
-        """Called when a language step has its decodes and its budget, before any prefill is added."""
+        """Called when a language step has its decodes and budget, before any prefill is added. May preempt requests."""
 
     def on_computed(self, state: RequestState, now: float, *, sampled: bool) -> None:
         """Called when a chunk has been computed, unless its request ends. `sampled`: it was the last one."""

@@ -43,7 +43,8 @@ class ImageTracker:
 
     def arrive(self, state: RequestState, cached_tokens: int, now: float) -> None:
         """Sets the progress of a new request's images: CACHED if they end within the first `cached_tokens` tokens or
-        the KV is loaded, else that of their features, of which they become users. Counts `patches_waiting`."""
+        the KV is loaded, else that of their features, of which they become users. Updates `patches_waiting` and
+        notifies the connector."""
         for index, image in enumerate(state.request.images):
             self.patches_waiting += image.num_patches * (index not in state.external_images)
             covered = state.external_kv or image.end <= cached_tokens
@@ -100,9 +101,9 @@ class ImageTracker:
     def allocate(
         self, state: RequestState, index: int, reserved: int, now: float, *, may_evict: bool
     ) -> BlockIds | None:
-        """Allocates blocks for features that are about to be written, and sets all images with the same picture to
-        ENCODING. None if too few are free beyond those `reserved` for earlier images. Evicts features of later images
-        for them, but only with `may_evict`, with nothing reserved, and if it is enough."""
+        """Allocates and returns blocks for features that are about to be written, and sets all images with the same
+        picture to ENCODING. None if too few are free beyond those `reserved` for earlier images. Evicts features of
+        later images only with `may_evict`, with nothing reserved, and if that frees enough."""
         features, key = self._features, state.image_keys[index]
         missing = features.blocks_for(state.request.images[index].num_tokens) + reserved - features.pool.num_free
         if missing > 0:

@@ -46,8 +46,8 @@ def encode_urgency(state: RequestState, encode_policy: str) -> Urgency:
 
 
 def kv_tokens_to_admit(state: RequestState) -> int:
-    """Number of token positions that need free blocks before the request may start: all that it has to prefill; after a
-    preemption, if it decodes here, all positions up to `max_total_tokens`, so that it is not preempted twice."""
+    """Number of token positions that need free blocks before the request may start: all its tokens so far or, if it was
+    preempted before and decodes here, all up to `max_total_tokens`, so that it is not preempted twice."""
     return state.request.max_total_tokens if state.preempted and Role.D in state.stages else state.num_tokens
 
 

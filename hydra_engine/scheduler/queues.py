@@ -127,5 +127,5 @@ class StartedOrders:
         del self._orders[: bisect_right(self._orders, oldest_waiting)]
 
     def younger_than(self, order: Order) -> int:
-        """Number of recorded starts of younger requests; only differences of calls while it waits mean anything."""
+        """Number of recorded starts of younger requests; only its growth while the request of `order` waits counts."""
         return len(self._orders) - bisect_right(self._orders, order)

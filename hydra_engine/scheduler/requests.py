@@ -105,8 +105,8 @@ class RequestTable:
         external_kv: bool,
         held_for: str = "",
     ) -> RequestState:
-        """Adds an accepted request to the queue of its phase, with the parameters of `StageScheduler.add`. Asserts that
-        the id is not in use."""
+        """Adds an accepted request and its timeline: looks up what of it is cached, calls `Connector.on_arrival` and
+        queues it. Parameters as in `StageScheduler.add`. Asserts that the id is not in use."""
         assert request.id not in self.states, f"request id {request.id} is in use"
         state = RequestState.new(
             request, self._next_order, now, stages=stages, external_images=external_images, external_kv=external_kv
@@ -157,9 +157,9 @@ class RequestTable:
         return num_cached
 
     def requeue(self, state: RequestState) -> None:
-        """Moves a request into the queue of the phase that follows from its state and its blocks, or out of all if it
-        has ended; adds it to the table of decodes if it decodes, updates its place in `unencoded` and calls
-        `Connector.on_requeue`. Called after every change of these."""
+        """Brings a request's phase, its queue (none once it has ended), its place in `unencoded` and its count of
+        bypasses up to date with its state and its blocks; adds it to the table of decodes if it decodes; calls
+        `Connector.on_requeue`. The caller of anything that may alter the phase calls it afterwards."""
         before, phase = state.phase, self.phase_of(state)
         if phase is not before:
             self.queues[before].discard(state)
@@ -200,7 +200,7 @@ class RequestTable:
 
     def end(self, state: RequestState, ending: Ending) -> None:
         """Ends the request: it makes no more progress and is in no new plan; its blocks, its slot and its features stay
-        allocated until `forget`."""
+        allocated until `forget`. Calls `Connector.on_end` before its `ending` is set."""
         self.leave_decodes(state)
         state.num_prefilled = state.num_computed
         self.images.end(state)
@@ -215,7 +215,7 @@ class RequestTable:
         return state.plans_in_flight > 0 or (seq_slot is not None and self.decodes.num_in_flight(seq_slot) > 0)
 
     def forget(self, state: RequestState) -> None:
-        """Frees all blocks, features and the slot of an ended request. Asserts that no plan in flight names it."""
+        """Removes an ended request and frees its blocks, features and slot. Asserts that no plan in flight names it."""
         assert not self.in_use(state) and state.ending is not None, "a request is forgotten while it is in use"
         request_id = state.request.id
         self.prefixes.publish()
@@ -236,8 +236,9 @@ class RequestTable:
         self.requeue(state)
 
     def start(self, state: RequestState, num_found: int, now: float) -> None:
-        """Starts a request: allocates its slot, and begins its block table with the `num_found` cached blocks that the
-        prefix cache has just found. The caller then allocates the blocks behind them and calls `requeue`."""
+        """Starts a request: allocates its slot, begins its block table with the `num_found` cached blocks just found,
+        makes images inside them CONSUMED and releases their features, counts the start as a bypass of older ones that
+        wait, and calls `Connector.on_start`. The caller then allocates the blocks behind them and calls `requeue`."""
         waited = bool(state.images) and state.waits_for_images
         self.seq_slots.allocate(state.request.id)
         state.num_published, state.num_prefilled = num_found, num_found * self.kv.block_size
@@ -288,7 +289,8 @@ class RequestTable:
         return True
 
     def free_blocks(self, state: RequestState) -> None:
-        """Frees the KV blocks and the slot of a request that has not ended; it waits as if it had never started."""
+        """Frees the KV blocks and slot of a request that has not ended, which keeps its tokens and waits again.
+        Computed blocks are published and `Connector.on_blocks_freed` is called first; CONSUMED images become CACHED."""
         request_id = state.request.id
         self.leave_decodes(state)
         self.prefixes.publish()

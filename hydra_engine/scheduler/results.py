@@ -151,8 +151,8 @@ class ResultProcessor:
         return messages + output.deltas, ended
 
     def _chunk(self, state: RequestState, chunk: ChunkRow, token_id: int, ended_s: float) -> StageSpan | None:
-        """Applies the result of a chunk that was computed, and ends its request if the token ends it. Returns the gap
-        before the token if that came late. `token_id`: -1 if it samples none."""
+        """Applies a computed chunk: its progress, consumed images and, if it samples, `token_id` (else -1). Ends the
+        request if the token does, else requeues it. Returns the gap before the token if the token came late."""
         late = None
         state.num_prefilled += len(chunk.token_ids)
         if chunk.images:
@@ -175,7 +175,7 @@ class ResultProcessor:
 
     def _sampled(self, state: RequestState, seq_slot: int, token_id: int, ended_s: float) -> StageSpan | None:
         """Records the time of the token that ends a prefill, in the table of decodes if the request decodes here.
-        Returns the gap before the token if it came late."""
+        Returns the gap before the token, added to the timeline, if it came late."""
         gap_s = self._times.gap_s
         if Role.D in state.stages:
             since_s = self._requests.decodes.read_chunk(seq_slot, token_id, ended_s, gap_s)
@@ -186,8 +186,8 @@ class ResultProcessor:
     def _decodes(
         self, plan: LanguagePlan, result: LanguageResult, failures: dict[int, ErrorInfo], output: _StepOutput
     ) -> list[RequestState]:
-        """Applies the results of the decode rows to `output` and the requests. Returns the requests that their new
-        token ends, and those of all rows without a new token: ended, moved on or deferred."""
+        """Applies the results of the decode rows to `output` and the requests; ends those that failed or that a token
+        ends. Returns these, and the requests of rows without a new token: ended or moved on before, or deferred."""
         rows, requests, table = plan.decodes, self._requests, self._requests.decodes
         for row, error in failures.items():
             if row < len(rows) and table.is_member(int(rows.seq_slots[row])):

@@ -175,8 +175,8 @@ class StageScheduler:
         return not self._requests.encoding and not self._vision_plans
 
     def plan_vision(self, now: float) -> VisionPlan | None:
-        """The next vision step, with blocks allocated for its features. None if no image waits for an encode here, none
-        of them can have blocks now, or the maximum of plans is in flight."""
+        """The next vision step, with blocks allocated for its features; features of later images may be evicted. None
+        if no image waits for an encode here, none can have blocks now, or the maximum of plans is in flight."""
         if not self._requests.unencoded or len(self._vision_plans) >= self._max_vision_plans:
             return None
         plan = self._vision.plan(StepId(self._next_step), now)

@@ -94,8 +94,8 @@ class BlockSearch:
 
     def find_blocks(self, state: RequestState, num_tokens: int, preempt_next: Callable[[], bool]) -> list[int] | None:
         """Returns the request's cached blocks, possibly [], if a slot and enough blocks for `num_tokens` positions are
-        free, else None. Allocates nothing. Until they are it calls `preempt_next`, which preempts a request, or returns
-        False if none may be preempted; earlier victims stay preempted."""
+        free, else None. Allocates nothing. While they are not free it calls `preempt_next`, which preempts a request,
+        or returns False if none may be preempted; earlier victims stay preempted."""
         pool, reserve = self._kv.pool, len(self._requests.decoding)
         cached: list[int] | None = None
         while True:
@@ -121,8 +121,8 @@ class PrefillStarter(BlockSearch):
         `blocked`: the running prefill for whose chunk too few blocks are free, None without one.
 
         A request without free blocks is skipped, at most `policy.MAX_SKIPPED` in a step, until `max_bypass` younger
-        ones have started before it; then none does, and freed blocks are kept for it. Last comes the oldest request
-        that may preempt, if it was not tried yet.
+        ones have started before it; then no other one starts, and freed blocks are kept for it. Last comes the oldest
+        request that may preempt, if it is older than `blocked` and was not tried yet.
         """
         requests = self._requests
         if not requests.waiting and not requests.encoding:
@@ -159,14 +159,14 @@ class PrefillStarter(BlockSearch):
             self._try_start(oldest, step, num_early=0)
 
     def _try_start(self, state: RequestState, step: StepBuilder, num_early: int) -> bool | None:
-        """Starts a request if it can: it adopts its cached blocks and gets blocks for its first chunk, or for all
-        positions if it was preempted before or does not decode here. True: started. False: too few free slots or
-        blocks. None: it waits for images, and may not start early or, without the right to preempt, finds too few. A
-        request that was not preempted may start early while fewer than `_early_limit` others did and still wait for
-        images (`num_early`). Sets the cause of its wait if it found too few.
+        """Starts a request if it can, and adds its first chunk to the step: it adopts its cached blocks and gets blocks
+        for the chunk, or `policy.kv_tokens_to_admit` if it was preempted before or does not decode here. True: started.
+        False: too few free slots or blocks. None: it waits for images, and may not start early or, without the right to
+        preempt, finds too few. A request that was not preempted may start early while fewer than `_early_limit` others
+        did and still wait for images (`num_early`). One that waits for no images, or is the oldest that does and
+        `policy.may_preempt_stalled`, preempts younger stalled prefills. Sets the cause of its wait if it found too few.
 
-        Cached blocks may reach up to an image without features. Then there is no chunk yet, but the features of images
-        before it are freed, for whose blocks this image may be waiting.
+        Cached blocks may end at an image without features: there is no chunk yet, but blocks of features before it are freed.
         """
         requests, kv = self._requests, self._kv
         if state.images and state.relies_on_prefix_hit:
@@ -199,11 +199,11 @@ class PrefillStarter(BlockSearch):
         return True
 
     def _candidates(self, seen: set[Order]) -> Iterator[RequestState]:
-        """Yields the requests that may start by urgency, without those in `seen`, to which the caller adds each; of
-        those that wait for images only the first `_early_limit` (at most `MAX_SKIPPED`) and the oldest.
+        """Yields the requests that may start, the most urgent first: all that wait for no images, and of the others the
+        first `_early_limit` (at most `MAX_SKIPPED`) and the oldest. Leaves out `seen`, to which the caller adds each.
 
-        Requests bypassed too often, also within this step, come first: the oldest that waits for images if it may
-        preempt, then the `MAX_SKIPPED` oldest that wait for none.
+        Overdue ones (`is_overdue`, asked anew each time) come before all: the oldest that waits for images, if it may
+        preempt, then any of the `MAX_SKIPPED` oldest that wait for none.
         """
         waiting, encoding = self._requests.waiting, self._requests.encoding
         early = islice(encoding.by_urgency(), min(self._early_limit, policy.MAX_SKIPPED))
@@ -278,8 +278,8 @@ class LanguagePlanner:
 
     def _ready_decodes(self, step: StepBuilder) -> ReadyDecodes:
         """The decodes of the step: those that may compute a row and have a block for it, allocated here if needed.
-        While too few are free, the youngest running request is preempted, possibly the decode itself. A decode that
-        runs alone waits instead: blocks of a request that is about to end will be free soon."""
+        While too few are free, the youngest running request is preempted, possibly the decode itself. A decode waits
+        instead if it runs alone (a request about to end will free blocks) or the connector needs the victim's."""
         table = self._requests.decodes
         ready = table.ready()
         missing = table.without_next_block(ready)
@@ -311,9 +311,9 @@ class LanguagePlanner:
     # ---- running prefills
 
     def _continue_prefills(self, step: StepBuilder) -> RequestState | None:
-        """Adds the chunks of running prefills by age, after those that count as decodes, and sets the cause of the wait
-        of prefills without a chunk. Stops at the first one for whose chunk too few blocks are free, and returns it;
-        None if there is none.
+        """Adds the chunks of running prefills: first those that count as decodes (`is_one_token_short`), then the
+        others, each by age; preempts younger prefills for their blocks. Sets the cause of the wait of prefills without
+        a chunk. Stops at the first one for whose chunk too few blocks are free, and returns it; None if there is none.
 
         A stalled prefill reserves nothing and delays no other.
         """

@@ -83,8 +83,8 @@ class Timeline:
             self._encode_since_s = now
 
     def add_encode(self, started_s: float, ended_s: float, *, batch: int, patches: int, more: bool) -> None:
-        """Records a vision step, and the wait before it unless shorter than `MIN_WAIT_S`. `more`: images of the request
-        still wait for an encode, so the next wait starts."""
+        """Records a vision step with `patches` of the request, and the wait before it unless shorter than `MIN_WAIT_S`.
+        `batch`: requests in the step. `more`: images of this one still wait for an encode, so the next wait starts."""
         if self._encode_since_s is not None and started_s - self._encode_since_s >= MIN_WAIT_S:
             self._add("encode_wait", self._encode_since_s, started_s, lane="vision", cause="queue")
         self._add("encode", started_s, ended_s, lane="vision", batch=batch, tokens=patches)
@@ -98,7 +98,6 @@ class Timeline:
         self._encode_since_s = None
 
     def add_cache_hit(self, now: float, tokens: int) -> None:
-        """Records a prefix cache hit of `tokens` tokens."""
         self._add("cached", now, now, tokens=tokens)
 
     def start_wait(self, cause: str, now: float) -> None:
@@ -109,8 +108,8 @@ class Timeline:
             self._prefill_since_s, self.cause = now, cause
 
     def add_prefill(self, started_s: float, ended_s: float, *, batch: int, tokens: int, more: bool) -> None:
-        """Records a prefill chunk, and the wait before it unless shorter than `MIN_WAIT_S`. `more`: it was not the last
-        one, so the next wait starts."""
+        """Records a prefill chunk, and the wait before it unless shorter than `MIN_WAIT_S`. `batch`: rows of its step.
+        `more`: it was not the last one, so the next wait starts."""
         if self._prefill_since_s is None:
             self._prefill_since_s = self.last_s
         self._end_wait(started_s)
