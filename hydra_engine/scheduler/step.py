@@ -166,7 +166,7 @@ class PrefillStarter(BlockSearch):
         did and still wait for images (`num_early`). One that waits for no images, or is the oldest that does and
         `policy.may_preempt_stalled`, preempts younger stalled prefills. Sets the cause of its wait if it found too few.
 
-        Cached blocks may end at an image without features: there is no chunk yet, but blocks of features before it are freed.
+        Cached blocks may end at an image without features: no chunk yet, but blocks of features before it are free.
         """
         requests, kv = self._requests, self._kv
         if state.images and state.relies_on_prefix_hit:
