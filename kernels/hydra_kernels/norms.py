@@ -142,7 +142,7 @@ def gated_rms_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tenso
 
 
 def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, gate: Tensor | None, eps: float) -> Tensor:
-    """Checks the weight alone, and launches the kernel of the three functions above."""
+    """Launches the kernel of the three functions above. Checks only the weight; they check the rest."""
     wanted = torch.float32 if weight.dtype is torch.float32 else x.dtype
     check_vector("weight", weight, x.shape[-1], wanted, x.device)
     out = x.new_empty(x.shape)
@@ -199,7 +199,7 @@ def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, ep
 
 
 def _layer_norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Checks weight and bias alone, and launches the kernel of the two functions above."""
+    """Launches the kernel of the two functions above. Checks only weight and bias; they check the rest."""
     check_vector("weight", weight, x.shape[1], x.dtype, x.device)
     check_vector("bias", bias, x.shape[1], x.dtype, x.device)
     out = x.new_empty(x.shape)

@@ -203,8 +203,8 @@ def prefill_attention(
 def _launches(
     shape: tuple[int, int, int, int], stride_q_head: int, stride_head: int, launch: AttentionLaunch, search: int | None
 ) -> Launch:
-    """Constants and options of `_prefill_kernel`, or of `prefill_tma_kernel` with a `search` of None. shape: query
-    heads, slots of a block, query heads per KV head, head dim."""
+    """Constants and options of `_prefill_kernel`; if `search` (its SEARCH) is None, of `prefill_tma_kernel`. shape:
+    query heads, slots of a block, query heads per KV head, head dim."""
     heads, block_size, group, dim = shape
     return Launch(
         HEADS=heads,

@@ -340,8 +340,8 @@ def _launch(
     programs: int,
     eviction: str,
 ) -> None:
-    """Launches the kernel. end = (bias, residual, out). programs: of the grid, for each split. eviction: Triton's
-    eviction policy for loads of the weight."""
+    """Launches the kernel. end = (bias, residual, out), or (None, None, partial sums) of several splits. programs: of
+    the grid, for each split. eviction: Triton's eviction policy for loads of the weight."""
     residual = end[1]
     form = weight.words.shape[0], weight.num_in, weight.num_bits, weight.floats, weight.group_size, weight.part
     strides = x.stride(0), 0 if residual is None else residual.stride(0)

@@ -232,9 +232,9 @@ class LayerNorm:
 
 
 class Head:
-    """The output projection, [T, C] -> logits [T, V] float32. Declares no slot: the decoder's slot fills it if the
-    checkpoint has a head, else the embedding to which it is tied. If matrices are quantised at load, a float head gets
-    8 bits, whatever width they get."""
+    """The output projection, [T, C] -> logits [T, V] float32. Declares no tensor of the checkpoint: `Decoder` fills it
+    with the checkpoint's head; without one, the embedding to which it is tied does. If matrices are quantised at load,
+    a float head gets 8 bits, whatever width they get."""
 
     packed: tuple[PackedLinear]
 

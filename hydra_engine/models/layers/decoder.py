@@ -389,8 +389,8 @@ class GrowingTable(ABC):
 
 
 class RotaryTable(GrowingTable):
-    """The cosine and sine table of one decoder: [multiple of _TABLE_ROWS, D] float32, cosines in the first half of the
-    columns, both multiplied by the config's `attention_factor` if it has one. Pairs beyond `rotary_dim`: (1, 0)."""
+    """The cosines and sines of a decoder: [multiple of _TABLE_ROWS, D] float32, cosines in the first half of the
+    columns, both multiplied by the config's `attention_factor` if set. Pairs beyond `rotary_dim` have cos 1, sin 0."""
 
     def __init__(self, spec: LanguageSpec, device: torch.device) -> None:
         self._frequencies = frequencies(spec)
