@@ -245,7 +245,7 @@ class SamplingTensors(NamedTuple):
     top_k: Tensor  # int32; 0: no limit
     top_p: Tensor  # 1: no limit
     min_p: Tensor  # 0: no limit
-    numbers: Tensor  # random numbers in [0, 1): points of the cumulative distribution, whose tokens are drawn
+    numbers: Tensor  # random, in [0, 1): the token at this point of the row's cumulative distribution is drawn
 
 
 LOWEST_LOGIT = float(np.finfo(np.float32).min)  # of masked tokens: their weight is 0, and the logit is finite

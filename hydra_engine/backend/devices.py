@@ -53,8 +53,8 @@ class CudaProbe:
 
 @dataclass(frozen=True, slots=True)
 class CudaSupport:
-    """The probe, and the reasons why torch and Triton cannot be used, a clause each; empty if they can, or if the
-    probe's status is not "ok", when they are not asked."""
+    """The probe, and the reasons why torch and Triton cannot be used, a clause each; empty if they can, and if the
+    probe's status is not "ok": then they are not tried."""
 
     probe: CudaProbe
     torch_problem: str = ""

@@ -145,7 +145,7 @@ class QuantizedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of these tensors. Kernels pack 6-bit values, of a byte each here, into 3/4 of it."""
+        """Bytes of the tensors held here. Kernels pack 6-bit values, a byte each here, into 3/4 of their bytes."""
         parts = self.values, self.scales, self.offsets, self.block_scales
         return sum(part.nbytes for part in parts if part is not None)
 
@@ -189,7 +189,7 @@ class QuantizedWeight:
         return self._each(lambda part: part[order])
 
     def padded(self, num_out: int, num_in: int) -> QuantizedWeight:
-        """Returns the weight with `num_out` more outputs, of zero weights, and `num_in` more inputs.
+        """Returns the weight with `num_out` more outputs, all of whose weights are 0, and `num_in` more inputs.
 
         x must be zero at the new inputs: their values are zero, but their weights have the offsets. Raises ValueError
         for new inputs if an output has several groups.

@@ -169,9 +169,9 @@ def resolve_dtype(
 
 def weights_dtype(dtype: torch.dtype, checkpoint_dtype: str, backend: str = "auto", device: str = CPU) -> torch.dtype:
     """Dtype in which weight matrices are kept: `dtype`, that of the activations. But on a CPU with native ops and
-    float32 activations it is the checkpoint's own, such as bfloat16, since their products read that directly.
+    float32 activations it is the checkpoint's own if that is in DTYPES, since their products read it directly.
 
-    Other parameters and errors as in `resolve_dtype`.
+    Other parameters as in `resolve_dtype`. Raises ConfigError as `load_extension`, on a CPU only.
     """
     native = device == CPU and backend in ("auto", "native") and load_extension()[0] is not None
     return DTYPES.get(checkpoint_dtype, dtype) if native and dtype is torch.float32 else dtype
