@@ -315,7 +315,7 @@ def paged_candidates(site: Site, case: Case, cache: PagedCache, heads: Heads) ->
         return lambda: prepared(make(), case, cache, heads)
 
     def by_flashinfer(kernel: str) -> FlashInferAttention:
-        """Raises Refusal if FlashInfer cannot compute the case, or has no such kernel."""
+        """Makes FlashInfer's attention. Raises Refusal if it cannot compute the case, or has no such kernel."""
         dtype, head_dim = cache.data.dtype, heads.head_dim
         problem = flashinfer_problem(dtype, head_dim, heads.block_size) or flashinfer_missing()
         if problem := problem or flashinfer_kernels.installed().reason_missing(kernel, dtype, head_dim):
@@ -323,7 +323,7 @@ def paged_candidates(site: Site, case: Case, cache: PagedCache, heads: Heads) ->
         return site.flashinfer("auto" if case.use == DECODES else kernel)
 
     def by_descriptors() -> CudaAttention:
-        """Raises Refusal if the kernel with TMA descriptors cannot read the cache."""
+        """Makes Triton's attention with TMA descriptors. Raises Refusal if these cannot read the cache."""
         if not can_read_cache(cache.data[:, 0, 0], cache.data[:, 0, 1]):
             raise Refusal("needs a Hopper GPU and a block_size of 64 or 128")
         return site.triton(tma_prompts=True)
@@ -365,7 +365,7 @@ def packed_candidates(
     by_flashinfer = None if flashinfer_missing() else site.flashinfer()
 
     def of_rows(kernel: Kernel) -> Attend:
-        """Raises Refusal if the kernel does not support q, k, v and the segments."""
+        """Binds the kernel to q, k, v and the segments. Raises Refusal if it does not support them."""
         if not kernel.supports(q, k, v, segments):
             raise Refusal("does not take these shapes")
         return partial(kernel.attend, q, k, v, segments, tower.head_dim**-0.5)

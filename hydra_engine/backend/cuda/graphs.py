@@ -103,7 +103,7 @@ class GraphPools:
 
     def _cause(self, error: RuntimeError) -> Exception:
         """The error to raise for a capture that failed with `error`: OutOfMemoryError or BackendError, made from what
-        was raised inside the capture, the context of `error`, or without one from `error` itself."""
+        was raised inside the capture, the context of `error`; from `error` itself if that is no RuntimeError."""
         if isinstance(error.__context__, torch.OutOfMemoryError):
             return torch.OutOfMemoryError(str(error.__context__))  # a new one: the traceback of this one keeps memory
         return failure(self._device, error.__context__ if isinstance(error.__context__, RuntimeError) else error)

@@ -184,7 +184,7 @@ def _quantized(
 
 def _scaled(x: Tensor, weight: QuantizedCudaLinear, scales: Tensor, act: Activation, residual: Tensor | None) -> Tensor:
     """Multiplies bfloat16 rows, which it rounds to 8-bit floats, on FP8 tensor cores, with float32 sums (no fast
-    accumulation); rounds before it adds bias and residual. scales: from `_tensor_core_scales`."""
+    accumulation); rounds before bias, activation and residual. scales: from `_tensor_core_scales`."""
     numbers, group_size = weight.weight.words.view(FLOAT8), weight.weight.group_size
     rows, steps = round_rows(x, weight.weight.words.shape[1], group_size)
     product = torch._scaled_mm(rows, numbers.t(), scale_a=steps, scale_b=scales, out_dtype=x.dtype)[: x.shape[0]]

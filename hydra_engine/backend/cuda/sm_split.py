@@ -68,11 +68,11 @@ class Sharing:
             self._beginning[lane] = None
 
     def begin(self, lane: str) -> int:
-        """Chooses and returns the partition of the lane's next job, which begins now.
+        """Chooses, records and returns the partition of the lane's next job, which begins now: `_step_partition` for a
+        language step.
 
-        An encode shares the device if the language lane has work, or if a step began since the last encode did: between
-        two steps that lane has none for a moment, and an encode is longer than a step. Otherwise it gets the whole
-        device.
+        An encode gets `_encode_partition` if the language lane has work, or if a step began since the last encode did:
+        between two steps that lane has none for a moment, and an encode is longer than a step. Else the whole device.
         """
         with self._lock:
             if lane == LANGUAGE:

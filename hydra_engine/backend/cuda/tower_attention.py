@@ -37,7 +37,7 @@ _MAX_WIDTH = 128
 
 
 class Kernel(NamedTuple):
-    """A packed-attention kernel and the inputs that it supports."""
+    """A packed-attention kernel and the inputs that it supports. Called with q, k, v, segments; `attend` also scale."""
 
     supports: Callable[[Tensor, Tensor, Tensor, Segments], bool]
     attend: Callable[[Tensor, Tensor, Tensor, Segments, float], Tensor]
