@@ -261,7 +261,7 @@ class Turns:
     @asynccontextmanager
     async def slot(self, client: str) -> AsyncIterator[None]:
         """Waits for a slot and holds it within the context, whose duration counts as used time of the client. Raises
-        Unavailable if too many jobs wait."""
+        Unavailable if too many jobs wait, in all or of this client."""
         await self.acquire(client)
         begun_s = self._clock()
         try:
@@ -270,8 +270,8 @@ class Turns:
             self.release(client, self._clock() - begun_s)
 
     async def acquire(self, client: str) -> None:
-        """Waits for a slot, which the caller must return by `release`. Raises Unavailable if too many jobs wait. A
-        cancelled call has no slot."""
+        """Waits for a slot, which the caller must return by `release`; a cancelled call has none. Raises Unavailable if
+        too many jobs wait, in all or of this client."""
         # A slot is free beside waiting jobs only if their clients may not begin.
         if self._num_free and not self._queue.has_waiting(client) and self._may_begin(client):
             self._num_free -= 1
@@ -323,8 +323,8 @@ class WorkerPool:
     async def run(self, client: str, work: Callable[..., T], *args: object, turns: Turns | None = None) -> T:
         """Runs `work(*args)` in a thread and returns its result or raises its error. With `turns`, first waits for a
         slot there, which is held until the work ends. A cancelled call leaves the queue if it waits; work that runs
-        continues in its thread, and its result is dropped. Raises Unavailable if a queue is full, EngineClosed after
-        `close`."""
+        continues in its thread, and its result is dropped. Raises Unavailable if too many jobs wait, in all or of
+        this client, and EngineClosed after `close`, also while it waits."""
         places = [(self._threads, client)]
         if turns is not None:  # waits beside the client's other work, so that it does not keep the place from others
             places = [(turns, client), (self._threads, f"{client}\0")]

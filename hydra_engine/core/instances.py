@@ -40,12 +40,12 @@ class Role(Flag):
 
     @property
     def needs_vision(self) -> bool:
-        """True if it loads the vision tower and the projector: with E."""
+        """True if its instances load the vision tower and the projector: with E."""
         return Role.E in self
 
     @property
     def needs_language(self) -> bool:
-        """True if it loads the language model and has a KV cache: with P or D."""
+        """True if its instances load the language model and have a KV cache: with P or D."""
         return Role.P in self or Role.D in self
 
 

@@ -212,7 +212,7 @@ _FULL_LOGPROBS = 32  # entries with candidates; all of a piece's are built at on
 
 def join_last(pieces: deque[Piece], piece: Piece) -> bool:
     """Merges `piece` into the latest of `pieces` of the same answer. False, and no change, if `piece` has a result, if
-    there is none of its answer, or if that one is so large that copying it would cost more than another piece."""
+    none of `pieces` is of its answer, or if the latest is so large that copying it costs more than another piece."""
     if piece.result is not None:
         return False
     for place in range(len(pieces) - 1, -1, -1):
