@@ -69,7 +69,7 @@ class WorkerRequest:
     sampling_state: SamplingState
     pixels: Mapping[ImageDigest, PixelPayload]
     pixel_bytes: int
-    rope: PromptPositions | None = None
+    rope: PromptPositions | None = None  # None: positions are 1-D, or there is no prompt
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -81,7 +81,7 @@ class _Job:
 
 
 class Constraints:
-    """The grammars of one instance. Its thread calls `constraint_of` and `forget`, which wait for no compilation;
+    """The grammars of one instance, whose thread calls `constraint_of` and `forget`, which wait for no compilation;
     `deliver` is called in the compiler's thread. A grammar compiled for one client and salt serves no other: the
     latency of the second would reveal the first."""
 

@@ -130,7 +130,7 @@ class StepOrder:
             return pending.resolved
 
     def _resolve_next(self) -> None:
-        """Reads the oldest step, removes it and stores its result. The caller holds `_reading`."""
+        """Reads and removes the oldest step and stores its result, or a BackendError. The caller holds `_reading`."""
         step = self._steps[0]
         try:
             step.read(self._slot_table)
@@ -254,7 +254,7 @@ class LanguageLane:
 
     def _launch(self, pending: Pending, records: Sequence[WorkerRequest]) -> None:
         """Launches the step's rows and fills `pending`, except rows that are deferred, and rows whose request failed
-        earlier, which fail."""
+        earlier, which fail. Records the rows that failed so far in the slot table."""
         plan, slot_table = pending.plan, self._slot_table
         slot_table.begin_step(plan, records)
         if self._readers is not None:

@@ -112,7 +112,7 @@ class Constraint(Protocol):
         ...
 
     def prepare(self, output_ids: Sequence[int]) -> None:
-        """Computes the result of the next `allowed`, for the same output, ahead. Raises the same errors."""
+        """Computes ahead the result of the next `allowed`, if that is for the same output. Raises what it would."""
         ...
 
     @property
@@ -419,7 +419,7 @@ class SlotSpecials:
         self._masks: dict[int, tuple[tuple[bool, ...], _Words]] = {}
 
     def assign(self, seq_slot: int, state: SamplingState) -> None:
-        """Sets the slot's entries to a request's parameters."""
+        """Sets the slot's entries to a request's parameters. With penalties its tokens are to be recounted."""
         params = state.params
         self._penalties[seq_slot] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
         self._penalised[seq_slot] = params.penalises

@@ -228,10 +228,9 @@ class _SentSpecial(NamedTuple):
 
 class LanguageStep:
     """Runs the steps of a language lane, as a replay if a graph fits. The device samples. An asynchronous device is
-    waited for only if prompts are scored, if a chunk's request with penalties or a grammar has tokens that were not
-    read, and for the last token of requests with a grammar, after the forward. The slot table is written last, so that
-    a step that raised can be run again; a replay writes it itself, and an error after a replay fails all rows that
-    sample."""
+    waited for if prompts are scored, and where tokens of requests with penalties or a grammar must be read: before a
+    chunk of theirs or a recount, and after the forward for a mask. The slot table is written last, so that a step that
+    raised can be run again; a replay writes it itself, and an error after a replay fails all rows that sample."""
 
     def __init__(self, parts: StepParts, slot_table: SlotTable, graphs: StepGraphs | None = None) -> None:
         self._parts = parts
@@ -461,9 +460,9 @@ class LanguageStep:
         return sent
 
     def _recount(self, plan: LanguagePlan, sampling: SamplingRows, vocabulary: int) -> None:
-        """Recounts the tokens of requests with penalties whose prompt or recomputation ends here, or ended in a step
-        that sampled nothing: the latest token of a request that is prefilled again may be planned as a decode. Does
-        nothing in a step of decodes if no slot is to be counted."""
+        """Recounts the tokens of requests with penalties whose prompt or recomputation ends in this step, or ended in
+        one that sampled nothing, since the latest token of a request that is prefilled again may be planned as a
+        decode. Waits for tokens that were not read. Does nothing in a step of decodes if all slots are counted."""
         specials, special = self._slot_table.specials, sampling.special
         if not plan.chunks and np.count_nonzero(specials.counted) == len(specials.counted):
             return

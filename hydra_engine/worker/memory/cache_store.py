@@ -35,7 +35,7 @@ def allocate_kv_cache(
     share: Share | None = None,
 ) -> PagedCache:
     """Allocates the KV cache [N, L, 2, S, Hkv, D] of `dtype`; `quantized`: of int8, with scales for rows of `dtype`.
-    `share`: allocates memory that peers can map; given if they read this cache, as they do where prefill is computed.
+    `share`: allocates memory that peers can map; give it if they read this cache (instances that compute prefill).
     Without it the memory is private, and the system gives it larger pages."""
     language = spec.language
     shape = (plan.num_kv_blocks, language.num_kv_layers, 2, block_size, language.num_kv_heads, language.head_dim)
@@ -59,7 +59,7 @@ def allocate_image_cache(
     share: Share | None = None,
 ) -> PagedCache | None:
     """Allocates the image cache [N, planes, 1, S, 1, C]; None if the instance never holds features. `share`: allocates
-    memory that peers can map; given if they read this cache, as they do where images are encoded."""
+    memory that peers can map; give it if they read this cache (instances that encode)."""
     if spec.vision is None or plan.num_image_blocks == 0:
         return None
     shape = (plan.num_image_blocks, spec.vision.num_planes, 1, block_size, 1, spec.vision.feature_size)

@@ -162,8 +162,8 @@ class EncodeGraphs:
         return None if num_pieces <= 1 else ceil((self._num_checkpoints + 1) / num_pieces)
 
     def _launch(self, packing: Packing, features: list[Tensor], checkpoint: Callable[[], None] = no_checkpoint) -> None:
-        """Encodes what the input buffers hold, calling `checkpoint` between layers, and writes the features to the
-        cache. `features` become the planes, [num_features, C] each."""
+        """Encodes what the input buffers hold, calling `checkpoint` before each layer and after the last; writes the
+        features to the cache. `features` become the planes, [num_features, C] each."""
         lengths = [len(integers) for integers in chain(packing.indices, packing.bounds)]
         *integers, slots = self._integers[: sum(lengths) + packing.num_features].split([*lengths, packing.num_features])
         split = len(packing.indices)
