@@ -53,10 +53,10 @@ Progress = Callable[[str, int, int], None]  # what, done, total
 
 @dataclass(frozen=True, slots=True)
 class ComputeStack:
-    """Everything that computes in an instance. `config`: image budget, look-ahead, `max_model_len`,
-    `deterministic` and `sm_split` are resolved; what is still "auto" there, such as device and dtypes, is resolved in
-    `backend` and `spec`. `image_cache` None: no image is encoded or read here. `notes`: reasons of decisions, for the
-    start-up summary."""
+    """Everything that computes in an instance. `config`: image budget, look-ahead, `max_model_len`, `deterministic`,
+    `sm_split` and, on a GPU, token budget and `max_num_seqs` are resolved; what is still "auto" there, such as device
+    and dtypes, is resolved in `backend` and `spec`. `image_cache` None: no image is encoded or read here. `notes`:
+    reasons of decisions, for the start-up summary."""
 
     config: EngineConfig
     context: InstanceContext
@@ -265,7 +265,7 @@ def _backend(
     config: EngineConfig, spec: ModelSpec, role: Role, chosen: ChosenDevice, dtype: torch.dtype
 ) -> tuple[Backend, tuple[str | None, ...]]:
     """(backend, notes): notes if the vision and language models do not share the device as configured, None where they
-    do. Raises ConfigError or BackendError if the attention backend asked for cannot be used."""
+    do. Raises ConfigError or BackendError if the device, backend or attention backend asked for cannot be used."""
     language = spec.language
     heads = Heads(language.num_heads, language.num_kv_heads, language.head_dim, config.cache.block_size)
     attention = resolve_attention(

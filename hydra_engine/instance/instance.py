@@ -372,8 +372,8 @@ class MigrationPort:
     connected = False
 
     def on_accepted(self, message: Submit | Encode) -> None:
-        """Called when the scheduler has accepted a part of a request or an encode job. Offers for it may have arrived
-        before."""
+        """Called when the scheduler has accepted an encode job, or a request with the stages that run here. Offers for
+        it may have arrived before."""
 
     def hand_over(self, request: Request, target: str, now: float) -> None:
         """Moves a request to the instance `target`, which decodes it from now on. One that leaves already, such as one

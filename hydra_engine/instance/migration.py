@@ -428,7 +428,7 @@ class StagedMoves:
         self.num_bytes = 0  # bytes pulled in pieces
 
     def submit(self, job: PullJob, incarnation: int, now: float) -> None:
-        """Starts a pull: one copy or, if the peer's memory cannot be mapped, one per piece. The result of the job comes
+        """Starts a pull: one copy or, if the peer's memory is not mapped, one per piece. The result of the job comes
         from `on_pull`, with that of the last copy, or from `free_ended`."""
         piece_blocks = self._transfer.piece_blocks(job.peer, job.pool)
         if piece_blocks and len(job.source_blocks):
@@ -437,7 +437,7 @@ class StagedMoves:
             self._transfer.submit_pull(job)
 
     def on_pull(self, result: PullResult) -> PullResult | None:
-        """Records the end of a copy. Returns the result of the whole pull, or None while pieces are missing."""
+        """Records the end of a copy. Returns the result of the whole pull; None until it has ended."""
         if not result.ticket:
             return result
         self.num_bytes += result.num_bytes
@@ -479,8 +479,8 @@ class StagedMoves:
         return None
 
     def free_ended(self, is_over: Callable[[PullJob], bool], now: float) -> list[PullResult]:
-        """Frees the staging blocks of ended offers of this instance. Returns the results of pulls whose offers have
-        ended and which have no copy in flight. `is_over` takes the job of a pull."""
+        """Frees the staging blocks of ended offers of this instance. Returns results, not valid, of pulls in pieces
+        whose offers have ended and which have no copy in flight. `is_over` takes the job of a pull."""
         self._staging.free_ended(self._source.is_live)
         self._start()
         return list(self._pulls.end_expired(is_over, now))

@@ -49,14 +49,14 @@ class WorkerPort(Protocol):
     the pixels that are kept for requests."""
 
     def add_request(self, request: Request, pixels: Sequence[PixelPayload]) -> str | None:
-        """Registers a request before the first plan that names it, and keeps its pixels until `remove_request`. Returns
+        """Registers a request, before any plan names it, and keeps its pixels until `remove_request`. Returns
         the reason, in a word, why the request must be held until its `ReadyResult`; None if it may start. Raises
         Unavailable, and keeps nothing, if too many are held already."""
         ...
 
     def remove_request(self, request_id: RequestId) -> None:
-        """Forgets a request after the last plan that names it has come back. Asserts that the id is known. Its
-        `ReadyResult` may still come."""
+        """Forgets a request; no plan in flight may name it. Asserts that the id is known. Its `ReadyResult` may still
+        come."""
         ...
 
     def submit_vision(self, plan: VisionPlan) -> None: ...

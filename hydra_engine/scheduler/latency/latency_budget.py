@@ -166,7 +166,7 @@ class LatencyBudgets(Budgets):
 
     def _filled(self, pending: PendingWork, highest: int, target_s: float, towards: _Towards) -> StepBudget:
         """The largest budget whose step stays within `target_s`, its slack given to `towards`; at most `highest`
-        tokens. Waiting vision gets `MIN_VISION` of the limit, or all the time if it cannot pause, even beyond it."""
+        tokens. Vision that waits gets `MIN_VISION` of the limit, all the time if it cannot pause, even past that."""
         step, guess = _Step(self._surface, pending), self._guesses[towards]
         tpot_limit_s, want = pending.tpot_limit_s, min(highest, pending.prefill_tokens)
         allowed = self._allowed(Kind.VISION, target_s)
