@@ -263,7 +263,7 @@ def _tables_of(capability: int) -> int:
 @cache
 def small_launch(num_rows: int, num_out: int, num_in: int, dtype: torch.dtype, capability: int) -> LinearLaunch:
     """Launch for up to 16 rows: a single row, or a tile of 16, whose inputs are split (split-K) if there are few
-    outputs and enough inputs for two steps of each program. Depends on `num_rows` only by whether it is 1."""
+    outputs and enough inputs for about two steps of each program. Depends on `num_rows` only by whether it is 1."""
     if num_rows == 1:
         launch = _first(_VECTOR, num_out)
         if launch.columns == _SHORT_VECTOR.columns and num_in <= 2 * _SHORT_VECTOR.depth:

@@ -302,7 +302,7 @@ def _check_product(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor 
 
 
 def _constants(num_in: int, stride: int, launch: LinearLaunch, device: torch.device) -> dict[str, Any]:
-    """Constants that both kernels share, and launch options; `launch.columns` counts pairs."""
+    """Constants that both kernels share, and launch options. stride: between rows of x. `launch.columns`: pairs."""
     return {
         "K": num_in,
         "STRIDE_X": stride,

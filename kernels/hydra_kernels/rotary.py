@@ -78,7 +78,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @cached_launch
 def _launches(num_heads: int, half: int, strides: tuple[int, int, int]) -> tuple[int, Launch]:
-    """Returns (rows per program, launch). strides: cos, sin, heads."""
+    """Returns (rows per program, launch of `_rotate_kernel`). strides: between rows of cos, of sin, and heads of x."""
     padded = next_power_of_2(half)
     rows = max(1, _ELEMENTS // (2 * padded))
     return rows, Launch(
