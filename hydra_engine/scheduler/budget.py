@@ -62,8 +62,8 @@ class StepBudget(NamedTuple):
     partition: int = 0  # see `LanguagePlan.partition`
 
     def is_used_up(self, tokens: int, vision_s: float) -> bool:
-        """True if prefill or images had to wait (`more_tokens`, `more_vision`), and `tokens` of prefill and `vision_s`
-        seconds of vision reached the step's limit for each of the two that had to: for vision, `USED` of its limit."""
+        """True if prefill or images had to wait (`more_tokens`, `more_vision`) and each of the two that had to reached
+        its limit: `tokens` of prefill the step's tokens, `vision_s` seconds of vision `USED` of its seconds."""
         tokens_used = tokens >= self.tokens or not self.more_tokens
         vision_used = vision_s >= USED * self.vision_s or not self.more_vision
         return (self.more_tokens or self.more_vision) and tokens_used and vision_used

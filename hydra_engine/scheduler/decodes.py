@@ -435,7 +435,7 @@ class DecodeTimes:
         self._late_gaps[index] = timeline.late_gaps
 
     def leave(self, index: int) -> None:
-        """Removes the request at this index, which the last one gets. Its timeline gets its times and open span."""
+        """Removes a request, whose timeline gets its times and its open span; the last one gets its index."""
         watched = self._watched[index]
         timeline = watched.timeline
         self.num_limited -= bool(self._tpot_limits_s[index] < math.inf)

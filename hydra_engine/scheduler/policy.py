@@ -100,8 +100,8 @@ def features_to_evict(
     `image_order` first, none that an image before this one uses, none that a step in flight reads. Empty if that does
     not free enough.
 
-    `holders`: (key, images that use it, number of blocks) of the encoded features to choose from, which are ordered by
-    the first of these images.
+    `holders`: (key, images that use it, number of blocks) of the encoded features to choose from, in any order. Each
+    counts as the first of its images in `image_order`.
     """
     asking = image_order(state, index)
     later = []

@@ -187,9 +187,9 @@ class StageScheduler:
         return plan
 
     def plan_language(self, now: float) -> LanguagePlan | None:
-        """The next language step. None if nothing can run, the maximum of plans is in flight, or the connector leaves
-        the device to the vision step in flight; in the last case, `language_due_s` is the time to ask again, infinite
-        if a result comes before.
+        """The next language step, with blocks allocated, for which requests are started and may be preempted. None if
+        nothing can run, the maximum of plans is in flight, or the connector leaves the device to the vision step in
+        flight; in the last case, `language_due_s` is the time to ask again, infinite if a result comes before.
 
         With a language step in flight the next one is planned ahead: token -1 stands for a token that is not read yet,
         no request is preempted, and None may also mean that the result has to come first.

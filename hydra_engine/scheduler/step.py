@@ -160,11 +160,11 @@ class PrefillStarter(BlockSearch):
 
     def _try_start(self, state: RequestState, step: StepBuilder, num_early: int) -> bool | None:
         """Starts a request if it can, and adds its first chunk to the step: it adopts its cached blocks and gets blocks
-        for the chunk, or `policy.kv_tokens_to_admit` if it was preempted before or does not decode here. True: started.
-        False: too few free slots or blocks. None: it waits for images, and may not start early or, without the right to
+        for the chunk, or `policy.kv_tokens_to_admit` if it was preempted or does not decode here. True: started. False:
+        too few free slots or blocks. None: it waits for images, and may not start early or, without the right to
         preempt, finds too few. A request that was not preempted may start early while fewer than `_early_limit` others
-        did and still wait for images (`num_early`). One that waits for no images, or is the oldest that does and
-        `policy.may_preempt_stalled`, preempts younger stalled prefills. Sets the cause of its wait if it found too few.
+        did and still wait for images (`num_early`). One that waits for no images, and the oldest that does if
+        `may_preempt_stalled`, preempt younger stalled prefills. Sets the cause of its wait if it found too few.
 
         Cached blocks may end at an image without features: no chunk yet, but blocks of features before it are free.
         """
