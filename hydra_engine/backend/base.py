@@ -397,7 +397,7 @@ class Ops(Protocol):
     def linear_add_norm(
         self, x: Tensor, linear: PackedLinear, residual: Tensor, norm: RowNorm
     ) -> tuple[Tensor, Tensor]:
-        """Returns (norm(y), y), y = linear(x) + residual, [T, C] each. x: [T, K]; residual: [T, C], read only."""
+        """Returns (norm(y), y), [T, C] each, y = linear(x) + residual, rounded. x: [T, K]; residual: [T, C], kept."""
         ...
 
     # ---- products with the op that follows; `weights` are one weight, or parts whose outputs are concatenated
@@ -514,8 +514,8 @@ class Ops(Protocol):
     def write_cache(self, cache: PagedCache, layer: int, rows: Sequence[Tensor], slots: Tensor) -> None:
         """Writes rows[x][t] to cache slot slots[t] of tensor x. Used for KV and image features alike.
 
-        rows: X tensors [T, H, D] of the cache's `row_dtype`, any row stride. slots: [T] int64; -1 skips the row. Bits
-        are copied, except into a quantized cache, which rounds them.
+        rows: X tensors [T, H, D] of the cache's `row_dtype`, any row stride. slots: [T] int64; -1 skips the row, one
+        outside of the cache is an error (see above). Bits are copied, except into a quantized cache, which rounds them.
         """
         ...
 

@@ -152,8 +152,8 @@ def names() -> tuple[str, ...]:
 
 
 def gpu_name(device: str) -> str:
-    """Name of the GPU as its driver reports it; empty for a CPU or a GPU that is not there. Initialises the driver as
-    `probe`, unless it is a CPU."""
+    """Name of the GPU as its driver reports it; empty for a CPU or a GPU that is not there. Initialises the driver and
+    raises as `probe`, unless it is a CPU."""
     match = _CUDA.fullmatch(device)
     if match is None:
         return ""
@@ -162,7 +162,7 @@ def gpu_name(device: str) -> str:
 
 def is_time_sliced(device: str) -> bool:
     """True if processes on this device never compute at the same moment: a GPU without NVIDIA's multi-process service
-    (MPS). False for a CPU, and for a GPU that is not there. Initialises the driver as `probe`."""
+    (MPS). False for a CPU, and for a GPU that is not there. Initialises the driver and raises as `probe`."""
     match = _CUDA.fullmatch(device)
     index = int(match[1] or 0) if match is not None else -1
     return any(not info.has_mps for info in probe().devices if info.index == index)

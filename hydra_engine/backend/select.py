@@ -199,7 +199,7 @@ def _resolve_dtype(dtype: str, checkpoint_dtype: str, backend: str, device: str)
 
 def describe_cpu() -> dict[str, Any]:
     """Facts for `doctor`: the native extension or why it cannot be used, instruction level and features (None and empty
-    without it), C++ compiler, usable cores, torch's version."""
+    without it), C++ compiler, usable cores, torch's version. Raises as `load_extension`."""
     extension, problem = load_extension()
     return {
         "extension": None if extension is None else extension.__file__,
