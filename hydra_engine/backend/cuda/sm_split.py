@@ -31,7 +31,7 @@ class Sharing:
 
     A job has ended when the device has finished its launches. No lane gets an SM that a job of the other lane uses by
     an earlier choice: beside an encode of partition p, a step gets a language part within p's; beside a step of
-    partition p, an encode gets a vision part within p's, until that job has ended. Nothing waits for it. The undivided
+    partition p, an encode gets a vision part within p's, until that job has ended. No job waits for that. The undivided
     device is shared on purpose: by an encode that began on it, and by a step that chose it; worker/vision/gate.py then
     bounds the encode by the step's limit.
 
