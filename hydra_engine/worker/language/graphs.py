@@ -227,8 +227,8 @@ class DecodeGraphs:
     # ---- capture
 
     def prepare(self) -> None:
-        """Allocates the buffers of the graphs, before the first capture. If the ops cannot plan without reading
-        contents, nothing is captured: `sizes` becomes empty."""
+        """Allocates the buffers of the graphs, before the first capture. If the ops cannot plan without reading the
+        contents of inputs, nothing is captured: `sizes` becomes empty."""
         with torch.inference_mode():
             fixed = self._packed, self._tables[:1], self._slot_table.last_tokens
             try:
@@ -514,8 +514,8 @@ class MixedGraphs:
     # ---- capture
 
     def prepare(self) -> None:
-        """Allocates the inputs, before the first capture. If the ops cannot plan without reading contents, or the model
-        has recurrent states, nothing is captured: `sizes` becomes empty, and `note` says why."""
+        """Allocates the inputs, before the first capture. If the ops cannot plan without reading their contents, or the
+        model has recurrent states, nothing is captured: `sizes` becomes empty, and `note` says why."""
         if not self.sizes:
             return
         reason = "recurrent states are planned from contents" if self._parts.states is not None else ""

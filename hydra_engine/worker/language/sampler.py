@@ -106,7 +106,7 @@ class Constraint(Protocol):
     """A grammar and the position of one request in it."""
 
     def allowed(self, output_ids: Sequence[int]) -> Mask:
-        """Mask of the tokens that may follow the output, of those that the tokenizer knows; includes end-of-sequence if
+        """Mask, over the tokens that the tokenizer knows, of those that may follow the output; end-of-sequence may if
         the text is complete. May be called again for the same output. Raises HydraError if the output violates the
         grammar."""
         ...
@@ -177,7 +177,7 @@ class SamplingState:
 
     def forced(self, num_generated: int) -> tuple[int, ...]:
         """Token ids of which one must be sampled after `num_generated` tokens: those that the model's rules demand as
-        the last one. Empty if any may be."""
+        the last one. Empty if any may be sampled."""
         return self.rules.last if num_generated == self.num_last else ()
 
 
@@ -368,7 +368,7 @@ class SpecialArrays(NamedTuple):
 
     @property
     def num_top(self) -> _Words:
-        """Top log probabilities of each row, as in `SpecialColumns`, [B]."""
+        """Number of top log probabilities of each row, [B], as in `SpecialColumns`."""
         num_top: _Words = self.columns.num_top
         return num_top
 

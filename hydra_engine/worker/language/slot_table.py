@@ -351,7 +351,7 @@ class StateTable:
         return StateRows(*(torch.from_numpy(values) for values in (cu_q, starts, reads, writes)))
 
     def advance(self, plan: LanguagePlan) -> None:
-        """Commits the states of a step that succeeded: swaps the state slots of its rows."""
+        """Commits the states of a step that succeeded: swaps its rows' state slots and counts their tokens."""
         seq_slots = seq_slots_of(plan)
         self._current[seq_slots] = 1 - self._current[seq_slots]
         self._num_tokens[seq_slots] = starts_of(plan) + counts_of(plan)

@@ -429,8 +429,8 @@ def _ceil(amount: int, unit: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """Blocks that a cache gets, and the fewest that it works with, which `min_is` names. `given`: the flag that sets
-    its size; empty if none does."""
+    """Blocks that a cache gets, and the fewest that it works with; `min_is`: what those hold, for the user. `given`:
+    the flag that sets the cache's size; empty if none does."""
 
     kind: str  # kv or image
     num_blocks: int = 0

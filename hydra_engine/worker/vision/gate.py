@@ -151,9 +151,9 @@ class DeviceGate(Gate):
 
     The bound. Let a piece take at most p seconds, and at most e more than was expected of it. Beside a step with an
     allowance of a seconds vision runs for at most max(2 p, a + p + e) seconds, which is a + p + e from an allowance of
-    one piece on. For let L be the last piece that the lane begins to launch during the step. Without one, what runs
-    beside it was in flight when it began: two pieces at most. Otherwise, when L was admitted, either nothing was in
-    flight and the step had had less than a, or the end of a step before had ended the lane's wait, and then the step
+    one piece on. Proof: let L be the last piece that the lane begins to launch during the step. If there is none, what
+    runs beside the step was in flight when it began: two pieces at most. Else, when L was admitted, either nothing was
+    in flight and the step had had less than a, or the end of a step before had ended the lane's wait, and then the step
     had had nothing; so it has no more than a + p. Or one piece K was in flight, and what the step had had with what was
     expected to be left of K was less than a; K takes at most e longer, and L at most p: a + p + e. Pieces of a size
     that is not known yet are never in flight together with another one that is admitted, so e is about pieces that were
