@@ -278,7 +278,7 @@ def small_launch(num_rows: int, num_out: int, num_in: int, dtype: torch.dtype, c
     programs = cdiv(num_out, launch.columns)
     if num_out >= _MANY_OUTPUTS or programs >= _FEW_PROGRAMS:
         return launch
-    longest = cdiv(num_in, 2 * launch.depth)  # a program has at least two steps
+    longest = cdiv(num_in, 2 * launch.depth)  # but for the last program at least two steps
     return launch._replace(splits=max(1, min(2 * _FEW_PROGRAMS // programs, longest)))
 
 

@@ -164,7 +164,7 @@ def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, gate: Tensor |
 
 @cached_launch
 def _rms_launches(columns: int, heads: int, stride_head: int, stride_gate_head: int, device: torch.device) -> Launch:
-    """Constants and options of `_rms_norm_kernel`. stride_head, stride_gate_head: of x and gate; 0 without heads."""
+    """Constants and options of `_rms_norm_kernel`. stride_head, stride_gate_head: of x and gate, 0 if none."""
     tile = row_launch(columns)
     return Launch(
         HEADS=heads,
