@@ -373,7 +373,7 @@ def _in_thread(end: Callable[[Future[T]], None], loop: asyncio.AbstractEventLoop
 
 
 def _end(result: asyncio.Future[T], places: Sequence[_Place], begun_s: float, job: Future[T]) -> None:
-    """Releases the slots of an ended job and sets `result`, unless its caller was cancelled."""
+    """Releases the slots of an ended job, used since `begun_s`, and sets `result` unless the caller was cancelled."""
     _give_back(places, time.monotonic() - begun_s)
     if result.done():  # the caller was cancelled
         return

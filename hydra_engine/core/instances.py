@@ -141,7 +141,7 @@ class Topology:
 
 
 def _part(text: str, part: str) -> tuple[int, InstanceSpec]:
-    """(number of instances, spec of each) of `part` of the topology `text`, such as `2P@cuda:1`. Raises ConfigError."""
+    """(number of instances, their spec) of a part such as `2P@cuda:1`. Raises ConfigError that quotes all of `text`."""
     match = _PART.fullmatch(part)
     if match is None:
         raise _refused(

@@ -61,7 +61,7 @@ class ImageProgress(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The reason why a request ends, decided at once; it is forgotten only when no plan in flight names it."""
+    """The reason why a request ends, decided at once; the request is forgotten when no plan in flight names it."""
 
     reason: FinishReason | Departure
     stop_token_id: int | None = None
