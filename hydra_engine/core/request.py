@@ -70,7 +70,7 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Facts about the tokens of earlier attempts: times of the first and the latest, the number of late gaps between them,
+    """Facts about earlier attempts: times of the first and the latest token, the number of late gaps between them,
     and the kind of `DelayCause` for the time until the next attempt's first token."""
 
     first_token_s: float
