@@ -166,8 +166,8 @@ class PeerPort(Protocol):
 
 class Inbox(Protocol):
     def drain(self) -> list[ToInstance]:
-        """Messages since the last call, in order; does not wait. Never reports that the frontend is gone: a socket ends
-        the process then."""
+        """Messages of the frontend since the last call, in order; does not wait. Never reports that the frontend is
+        gone: a socket ends the process then."""
         ...
 
 

@@ -96,8 +96,8 @@ class PeerConnector(Connector):
             self.offers.offer_kv(state, now, ends=sampled)
 
     def chunk_end(self, state: RequestState) -> int:
-        """The end of the next part of a prompt that decodes elsewhere (`part_end`), since KV is offered between chunks;
-        `num_tokens` if prompts are not split for copies, or it decodes here."""
+        """The end of the next part (`part_end`) of the prompt of a request that decodes elsewhere, since KV is offered
+        between chunks; `num_tokens` if it decodes here, or prompts are not split for copies."""
         if Role.D in state.stages or not (part_tokens := self._part_tokens()):
             return state.num_tokens
         return part_end(state.num_planned, state.num_tokens, part_tokens, self._requests.kv.block_size)

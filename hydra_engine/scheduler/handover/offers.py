@@ -59,8 +59,8 @@ class Offers:
             self._requests.requeue(state)
 
     def _kv_end(self, state: RequestState, earlier: tuple[int, ...] | None) -> KvEnd:
-        """Returns the number of tokens with KV, the latest token, which has none, when it and the first token were
-        sampled, and the number of late gaps. At least one token was generated. `earlier`: as in `offer_kv`."""
+        """Returns the end with the number of tokens with KV, the latest token, which has none, the times of this token
+        and the first one, and the number of late gaps. Needs a generated token. `earlier`: as in `offer_kv`."""
         timeline = self._requests.timelines[state.request.id]
         times = timeline.last_token_s, timeline.first_token_s, timeline.late_gaps
         return KvEnd(state.num_prefilled, state.generated[-1], *times, earlier)

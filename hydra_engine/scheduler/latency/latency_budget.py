@@ -165,8 +165,8 @@ class LatencyBudgets(Budgets):
         return self._without_starvation(pending, budget, min(highest, pending.prefill_tokens))
 
     def _filled(self, pending: PendingWork, highest: int, target_s: float, towards: _Towards) -> StepBudget:
-        """The largest budget whose step stays within `target_s`, its slack given to `towards`; at most `highest`
-        tokens. Vision that waits gets `MIN_VISION` of the limit, all the time if it cannot pause, even past that."""
+        """The largest budget of at most `highest` tokens whose step stays within `target_s`, its slack given to
+        `towards`. Vision may make it longer: it gets `MIN_VISION` of the limit, or all the time if it cannot pause."""
         step, guess = _Step(self._surface, pending), self._guesses[towards]
         tpot_limit_s, want = pending.tpot_limit_s, min(highest, pending.prefill_tokens)
         allowed = self._allowed(Kind.VISION, target_s)
@@ -259,8 +259,8 @@ class LatencyBudgets(Budgets):
 
     def _rate(self, pending: PendingWork, budget: StepBudget) -> float:
         """Score of a budget for `PartitionChoice.choose`: waiting work, in seconds that it takes alone, divided by the
-        time until all of it is done, including the time without vision after it has finished. Decodes that keep a limit
-        do not count: they need not be faster. 0.0 if the step would take longer than its target."""
+        time until all of it is done, including the prefill left after the last picture. Decodes that keep a limit do
+        not count: they need not be faster. 0.0 if the step would take longer than its target."""
         surface = self._surfaces[budget.partition]
         step, tokens = _Step(surface, pending), min(budget.tokens, pending.prefill_tokens)
         vision_s = math.inf if budget.partition else budget.vision_s
@@ -440,8 +440,8 @@ def _largest(seconds: Callable[[int], float], allowed: float, high: int, *, low:
 
 class PartitionChoice:
     """The choice of a device partition for the next language step, among `count`: number 0, the whole device, where
-    vision runs beside it for some seconds and then waits, or a part of it, where vision runs beside it all along on the
-    rest.
+    vision runs beside the step for some seconds and then waits, or a part of the device, with vision beside the step
+    all along on the rest.
 
     SpaceServe (section 4.3) divides the SMs once, before it serves. Here the partition follows from the work: few
     decodes finish in time on a small part, many do not. A change costs little, since only the next launches wait for
