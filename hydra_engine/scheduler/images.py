@@ -52,7 +52,7 @@ class ImageTracker:
 
     def recheck(self, state: RequestState, cached_tokens: int, now: float) -> None:
         """Makes CACHED images that end behind the first `cached_tokens` tokens users of their features, which may be
-        encoded already or in flight; if not, the images wait for them."""
+        encoded already or in flight; if not, the images wait for them. The caller requeues the request."""
         for index, image in enumerate(state.request.images):
             if state.images[index] == ImageProgress.CACHED and image.end > cached_tokens:
                 progress = self._need(state, index)

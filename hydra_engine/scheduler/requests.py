@@ -236,9 +236,9 @@ class RequestTable:
         self.requeue(state)
 
     def start(self, state: RequestState, num_found: int, now: float) -> None:
-        """Starts a request: allocates its slot, begins its block table with the `num_found` cached blocks just found,
-        makes images inside them CONSUMED and releases their features, counts the start as a bypass of older ones that
-        wait, and calls `Connector.on_start`. The caller then allocates the blocks behind them and calls `requeue`."""
+        """Starts a request: allocates its slot, begins its block table with the `num_found` cached blocks that a lookup
+        has just found, makes images inside them CONSUMED, releases their features, counts a bypass of older ones that
+        wait, and calls `Connector.on_start`. The caller then allocates the blocks behind and calls `requeue`."""
         waited = bool(state.images) and state.waits_for_images
         self.seq_slots.allocate(state.request.id)
         state.num_published, state.num_prefilled = num_found, num_found * self.kv.block_size

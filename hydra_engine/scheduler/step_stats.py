@@ -141,8 +141,8 @@ class TypicalSteps:
         self._per_token = Window(_RECENT)
 
     def learn(self, load: LanguageLoad, duration_s: float) -> None:
-        """Records a step. One with chunks gives the time per token, as its time beyond that of its decodes or, without
-        any, of one decode if that is known. It is ignored if it has decodes whose time is not known yet."""
+        """Records a step. One with chunks gives the time per token: its time beyond that of its decodes or, without
+        any, of one decode if that is known. With decodes whose time is not known yet, it is ignored."""
         if not load.prefill_tokens:
             size = load.num_decodes.bit_length()
             if size not in self._decodes:
