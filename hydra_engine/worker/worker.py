@@ -299,8 +299,8 @@ class Worker:
         self._closing.append(close)
 
     def close(self) -> None:
-        """Waits for the steps that were submitted, then calls the functions of `on_close`. Results can still be
-        polled."""
+        """Waits for the steps that were submitted, calls the functions of `on_close`, and stops compiling grammars.
+        Results can still be polled."""
         self._gate.close()
         for lane in self._lanes:
             lane.close()

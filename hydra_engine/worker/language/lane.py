@@ -240,9 +240,9 @@ class LanguageLane:
             self._readers.close()
 
     def launch(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> Pending:
-        """Launches a step, in the lane's thread, which is in inference mode. `records[i]` belongs to `plan.chunks[i]`.
-        A request's content never makes it raise; raises BackendError if the device failed. On an asynchronous device
-        the result may still be outstanding."""
+        """Launches a step on the plan's partition, in the lane's thread, which is in inference mode. `records[i]`
+        belongs to `plan.chunks[i]`. A request's content never makes it raise; raises BackendError if the device failed.
+        On an asynchronous device the result may still be outstanding."""
         partitions = self._device.partitions
         partitions.set_partition(plan.partition)
         pending = Pending(self._order, plan, self._clock.now(), divided=partitions.current() > 0)

@@ -239,9 +239,10 @@ class LanguageStep:
         self._special: _SentSpecial | None = None  # of the latest step op by op that had special rows
 
     def run(self, plan: LanguagePlan, records: Sequence[WorkerRequest]) -> Samples | PendingSamples:
-        """Launches the step. `records[i]` belongs to `plan.chunks[i]`. On an asynchronous device its samples are
-        pending, unless a prompt is scored or the sampling after a replay failed. Raises what the model, the ops and the
-        device raise; unless the device failed, the step can then be run again."""
+        """Launches the step, then advances the recurrent states. `records[i]` belongs to `plan.chunks[i]`. On an
+        asynchronous device its samples are pending, unless a prompt is scored or the sampling after a replay failed.
+        Raises what the model, the ops and the device raise; unless the device failed, the step can then be run
+        again."""
         context = self._begin(plan, records)
         rope: list[PromptPositions] | None = None
         if self._parts.multimodal_rope:
