@@ -123,7 +123,7 @@ class StepSpeeds(msgspec.Struct, frozen=True):
 class StageReport(msgspec.Struct, frozen=True):
     """The present stage of a request, or of an `Encode`, on an instance. `stage`: "queue", "encode", "prefill",
     "transfer" or "decode", in reports that the frontend makes also "lost". `done` of `of`: pictures and videos with
-    features while it waits for images, computed tokens in prefill; else None. Instances report none in phase DECODING."""
+    features while it waits for images, computed tokens in prefill; else None. Instances make none in phase DECODING."""
 
     request_id: RequestId
     stage: str
