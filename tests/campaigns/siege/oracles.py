@@ -103,7 +103,7 @@ def theirs(answers: Iterable[Answer]) -> list[Finding]:
     wrong = [
         f"{a.status} {a.code} {a.body[:200]!r}"
         for a in answers
-        if (a.status >= 500 and a.status != 503) or a.status < 0 or b'"internal_error"' in a.body
+        if (a.status >= 500 and a.status != 503) or a.status < 0 or b'"code":"internal_error"' in a.body
     ]
     return [Finding("blame", f"a client's request was answered by {told}") for told in wrong]
 
