@@ -79,9 +79,8 @@ def build_worker(
     worker_class: type[Worker] = Worker,
     make_gate: Callable[[Device, SchedulerConfig], Gate] | None = None,
 ) -> ComputeStack:
-    """Loads the model, allocates the caches, warms up and captures graphs. Call it in inference mode, and close the
-    worker. `wake` is set when a result arrives. `make_gate` None: no gate. Raises HydraError: unsupported setting, bad
-    checkpoint, too little memory, or a device that cannot run the model."""
+    """Loads the model, allocates the caches, warms up and captures graphs. Call it in inference mode; close the worker,
+    which sets `wake` at results. Raises HydraError: setting, checkpoint, memory, a device that cannot run it."""
     spec = load_spec(config.model_path, config.spec_options)
     chosen = resolve_device(config.device, config.backend)
     spec = spec.held_on(chosen.name)

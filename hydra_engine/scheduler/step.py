@@ -294,8 +294,8 @@ class LanguagePlanner:
         return table.exclude(ready, table.without_next_block(ready))
 
     def _grow_by_age(self, states: list[RequestState], step: StepBuilder) -> None:
-        """Allocates a block for each of these decodes, the oldest first, preempting the youngest running request if
-        needed. Leaves out one that runs alone, is preempted itself, or whose victim must not be preempted now."""
+        """Allocates a block for each of these decodes, the oldest first, preempting the youngest running request as
+        long as none is free. Then one that is preempted itself, runs alone, or may not preempt now gets none."""
         requests, table = self._requests, self._requests.decodes
         for state in sorted(states, key=lambda state: state.order):
             request_id = state.request.id

@@ -222,7 +222,7 @@ class StepHistory(StepObserver):
 
     def _explain_gap(self, gap: _Gap, steps: Sequence[_LanguageStep], since_s: float, until_s: float) -> None:
         """Adds to `gap` the causes of the time from `since_s` to `until_s`: those of `steps`, which ran in it, and the
-        time between them. Time before the oldest step of a full history counts as "step", with `gap.stays` as `own`."""
+        time between them. Before the oldest step of a full history: `gap.own` if `gap.stays`, else "step"."""
         clock_s = since_s
         if steps and steps[0] is self._language[0] and len(self._language) == self._language.maxlen:
             # Steps before the oldest one in the history are forgotten.
