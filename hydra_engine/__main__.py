@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -32,11 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _prepare_process(command: str) -> None:
     if command in _SERVERS:
-        signal.signal(signal.SIGTERM, _end)
+        signal.signal(signal.SIGTERM, _end_at_once if command == "serve" else _end)
     if command == "serve" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # A KeyboardInterrupt while a dataclass is made would end the process by the signal, even if caught: CPython
         # takes one that leaves `exec` of a string for unhandled.
-        signal.signal(signal.SIGINT, _end)
+        signal.signal(signal.SIGINT, _end_at_once)
     if command == "serve" and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
         signal.signal(signal.SIGHUP, _on_hangup)  # until the server handles it
     # Modules make hundreds of thousands of objects and no garbage. Without this the collector looks through them again
@@ -45,8 +46,14 @@ def _prepare_process(command: str) -> None:
     atexit.register(_leave_to_the_system)
 
 
+def _end_at_once(number: int, _frame: object) -> NoReturn:
+    """Ends a server that has nothing to drain yet; Linux ends its children. Raises nothing, because libraries swallow
+    what is raised while they are imported."""
+    os._exit(0 if number == signal.SIGTERM else 130)
+
+
 def _end(number: int, _frame: object) -> NoReturn:
-    """Ends the process before there is anything to drain. A second signal ends it at once."""
+    """Ends the process by SystemExit. A second signal ends it at once."""
     signal.signal(number, signal.SIG_DFL)
     raise SystemExit(0 if number == signal.SIGTERM else 130)
 
