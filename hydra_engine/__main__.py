@@ -107,7 +107,7 @@ def _without_switches(extra: Sequence[str]) -> list[str]:
     """Drops switches of other engines that have no effect here, with a note on standard error."""
     if not extra:
         return []
-    from hydra_engine.cli.other_engines import reason_ignored
+    from hydra_engine.config.other_engines import reason_ignored
 
     rest = []
     for argument in extra:
@@ -124,7 +124,7 @@ def _without_switches(extra: Sequence[str]) -> list[str]:
 def _refuse(parser: Parser, extra: Sequence[str]) -> NoReturn:
     """Ends with an error that names the unknown argument and its nearest name."""
     from hydra_engine.cli.parser import unknown_flags
-    from hydra_engine.cli.sources import unknown_name
+    from hydra_engine.config.other_engines import unknown_name
 
     names = unknown_flags(extra)
     known = [flag.removeprefix("--") for flag in parser.flags()]

@@ -10,8 +10,10 @@ import sys
 
 import yaml
 
-from hydra_engine.cli.options import SECTIONS, Option, add_all_options, add_model_argument, all_options
+from hydra_engine.cli.options import add_all_options, add_model_argument
 from hydra_engine.cli.sources import Settings, read_settings
+from hydra_engine.config.fields import Option
+from hydra_engine.config.options import SECTIONS, all_options
 
 _COLUMN = 44  # where sources begin
 

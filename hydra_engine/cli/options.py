@@ -1,18 +1,9 @@
-"""Command-line options from the configuration classes, which alone define name, type, default, help and other names.
-
-An option has one name everywhere: `--max-num-seqs` as a flag, HYDRA_MAX_NUM_SEQS in the environment, `max-num-seqs` in
-the file of `--config`. `sources.py` reads and parses the values and chooses between sources. Imports no
-torch, so that `--help` is fast.
-"""
+"""Flags from the table of options (`config/options.py`). `sources.py` reads their values and chooses between sources.
+Imports no torch, so that `--help` is fast."""
 
 from __future__ import annotations
 
 import argparse
-import types
-import typing
-from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, fields
-from functools import cache
 from typing import Any
 
 from hydra_engine.config import (
@@ -24,26 +15,13 @@ from hydra_engine.config import (
     SchedulerConfig,
     ServerConfig,
 )
+from hydra_engine.config.fields import Option, options_of
+from hydra_engine.config.options import MEDIA_LIMIT_FIELDS, MEDIA_LIMITS, SECTIONS, all_options
 from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.core.units import size
 
 DEFAULT_URL = "http://127.0.0.1:8000"  # a server with default options
 
-# Sections of a configuration file.
-SECTIONS: dict[str, type] = {
-    "engine": EngineConfig,
-    "scheduler": SchedulerConfig,
-    "cache": CacheConfig,
-    "media": MediaConfig,
-    "cluster": ClusterConfig,
-    "server": ServerConfig,
-}
-# vLLM's name for several limits at once; becomes the fields named here.
-MEDIA_LIMITS = "limit-mm-per-prompt"
-MEDIA_LIMIT_FIELDS = {"image": "max_images", "video": "max_videos"}
-
-_HIDDEN = frozenset({"local_files"})  # set by a command itself
-_POSITIONAL = frozenset({"model"})
 # Groups of the help. Options that are not named here come last in their class's group.
 _GROUPS: dict[str, tuple[str, ...]] = {
     "model": (
@@ -99,70 +77,6 @@ _GROUP_OF_CLASS: dict[type, str] = {
 }
 _METAVARS = {int: "N", float: "NUMBER", str: "TEXT", tuple: "VALUE"}
 _METAVARS_OF_KINDS = {"seconds": "TIME", "json": "JSON", "file": "FILE", "folder": "FOLDER"}
-_SECRET_ENDINGS = ("_key", "_token", "_password")
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """A field of a configuration class. `name` has dashes; `kind` is bool, int, float, str or tuple (of texts)."""
-
-    name: str
-    field: str
-    owner: type
-    kind: type
-    default: Any
-    help: str
-    form: str = ""  # seconds, json, file or folder
-    choices: tuple[str, ...] | None = None
-    aliases: tuple[str, ...] = ()
-    secret: bool = False
-    positional: bool = False
-
-    @property
-    def flag(self) -> str:
-        return "--" + self.name
-
-
-def variable_of(name: str) -> str:
-    return "HYDRA_" + name.replace("-", "_").upper()
-
-
-@cache
-def all_options() -> tuple[Option, ...]:
-    return tuple(option for cls in SECTIONS.values() for option in _options_of(cls))
-
-
-@cache
-def options_by_name() -> dict[str, Option]:
-    """Options by each of their names and aliases, with dashes."""
-    return {name: option for option in all_options() for name in (option.name, *option.aliases)}
-
-
-def _options_of(cls: type) -> Iterator[Option]:
-    hints = typing.get_type_hints(cls)
-    for f in fields(cls):
-        if "help" not in f.metadata or f.name in _HIDDEN:
-            continue
-        yield Option(
-            name=f.metadata.get("flag", f.name).replace("_", "-"),
-            field=f.name,
-            owner=cls,
-            kind=_plain_type(hints[f.name]),
-            default=None if f.default is MISSING else f.default,
-            help=f.metadata["help"],
-            form=f.metadata.get("kind", ""),
-            choices=f.metadata.get("choices"),
-            aliases=f.metadata.get("aliases", ()),
-            secret=f.metadata.get("secret", f.name.endswith(_SECRET_ENDINGS)),
-            positional=f.name in _POSITIONAL,
-        )
-
-
-def _plain_type(hint: Any) -> type:
-    if isinstance(hint, types.UnionType):
-        hint = next(t for t in typing.get_args(hint) if t is not type(None))
-    plain: type = typing.get_origin(hint) or hint
-    return plain
 
 
 class GivenOnce(argparse.Action):
@@ -197,7 +111,7 @@ def add_engine_options(
 ) -> None:
     """Adds the options of the engine. `skip`: fields whose flag means something else in this command; `also`: fields of
     the server."""
-    others = frozenset(option.field for option in _options_of(ServerConfig)) - also
+    others = frozenset(option.field for option in options_of(ServerConfig)) - also
     _add_options(parser, tuple(SECTIONS.values()), skip | others)
 
 

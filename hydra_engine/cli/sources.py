@@ -7,37 +7,24 @@ messages and for `hydra-engine config`.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import difflib
-import json
-import math
-import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
-from hydra_engine.cli.options import (
-    MEDIA_LIMIT_FIELDS,
-    MEDIA_LIMITS,
-    SECTIONS,
-    Option,
-    all_options,
-    options_by_name,
-    variable_of,
-)
-from hydra_engine.cli.other_engines import reason_ignored, replacement_for
 from hydra_engine.config import (
     DEMO_MODEL,
     EngineConfig,
     ServerConfig,
     environment_api_keys,
     environment_settings,
-    parse_seconds,
 )
+from hydra_engine.config.options import MEDIA_LIMITS, SECTIONS, all_options, media_limits, options_by_name, variable_of
+from hydra_engine.config.other_engines import reason_ignored, unknown_name
+from hydra_engine.config.values import value_from_flags, value_from_text, value_from_yaml
 from hydra_engine.errors import ConfigError
 
 C = TypeVar("C")
@@ -119,18 +106,6 @@ def read_settings(arguments: argparse.Namespace, skip: frozenset[str] = frozense
         both = (*other.value, *environment_api_keys())
         chosen["api_key"] = Setting(both, f"{other.source} and {from_environment.source}")
     return Settings(chosen)
-
-
-def unknown_name(name: str, known: Iterable[str], written: str, spell: Callable[[str], str] = str) -> str:
-    """The error message for an unknown option; `written` is its name as the user wrote it, `spell` writes the nearest
-    name in the same form."""
-    plain = name.replace("_", "-").lower()
-    if (reason := replacement_for(plain)) is not None:
-        return f"{written} is not an option here: {reason}"
-    names = list(known)
-    near = [name for name in names if name.startswith(f"{plain}-")]
-    near = near or difflib.get_close_matches(plain, names, n=1, cutoff=0.8)
-    return f"{written} is not an option" + (f"; the nearest one is {spell(near[0])}" if near else "")
 
 
 # ---- flags
@@ -295,155 +270,3 @@ def _value(loader: yaml.SafeLoader, node: yaml.Node, where: str) -> object:
         raise ConfigError(f"{where} is no plain value: {_problem(error)}", param="config") from error
     except (ValueError, TypeError, RecursionError) as error:  # an impossible date, a list as a key, ...
         raise ConfigError(f"{where} is no plain value", param="config") from error
-
-
-# ---- values
-
-MAX_TEXT = 65536  # characters of a value
-_MAX_INT = (1 << 63) - 1
-_MAX_ITEMS = 1024
-_SHOWN = 40  # characters of a wrong value that its message quotes
-_MULTIPLE = re.compile(r"([0-9]{1,18})([kmgKMG])")  # as in vLLM: 4k is 4000, 4K is 4096
-_FACTORS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-_WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-
-
-def value_from_text(option: Option, text: str, where: str) -> Any:
-    """Parses the value of an option; `where` is the flag or variable as the user wrote it. Raises ConfigError."""
-    if len(text) > MAX_TEXT:
-        raise ConfigError(f"{where} is too long", param=option.field)
-    if option.kind is bool:
-        if (switch := _WORDS.get(text.strip().lower())) is None:
-            raise _wrong(option, where, "on or off (1, 0, true, false, yes, no)", text)
-        return switch
-    if option.form == "seconds":
-        return parse_seconds(text, where, param=option.field)
-    if option.kind in (int, float):
-        return _number(option, text, where)
-    if option.kind is tuple:
-        return _checked(option, list_from_text(option, text, where), where)
-    return _checked(option, text, where)
-
-
-def list_from_text(option: Option, text: str, where: str) -> tuple[str, ...]:
-    """Splits comma-separated text, or parses a JSON list, vLLM's form. Raises ConfigError."""
-    if text.lstrip().startswith("["):
-        try:
-            return _strings(option, json.loads(text), where)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{where} begins like a JSON list but is not one", param=option.field) from error
-    return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
-def value_from_flags(option: Option, given: Any) -> Any:
-    """Converts argparse's value: True or False, a text, or the texts of a repeated flag. A text of a repeated flag is
-    one item, commas included, unless it is a JSON list. Raises ConfigError."""
-    where = option.flag
-    if isinstance(given, bool):
-        return given
-    if isinstance(given, list):
-        items: list[str] = []
-        for text in given:
-            items.extend(list_from_text(option, text, where) if text.lstrip().startswith("[") else [text])
-        return _checked(option, tuple(items), where)
-    return value_from_text(option, given, where)
-
-
-def value_from_yaml(option: Option, value: object, where: str) -> Any:
-    """Converts a YAML value; `where` is the key and its line. Numbers may be text, because YAML 1.1 reads 1e-3 as text.
-    Raises ConfigError."""
-    if isinstance(value, str) and option.kind is not tuple:
-        if option.kind is bool:
-            raise _wrong(option, where, "true or false", value)
-        return value_from_text(option, value, where)
-    if option.form == "seconds":
-        return parse_seconds(value, where, param=option.field)
-    if option.form == "json" and isinstance(value, dict):
-        return value
-    if option.kind is bool:
-        if not isinstance(value, bool):
-            raise _wrong(option, where, "true or false", value)
-        return value
-    if option.kind in (int, float):
-        return _number(option, value, where)
-    if option.kind is tuple:
-        return _checked(option, _strings(option, [value] if isinstance(value, str) else value, where), where)
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        raise _wrong(option, where, "text; put it in quotes", value)
-    raise _wrong(option, where, "text", value)
-
-
-def media_limits(value: object, where: str) -> dict[str, int]:
-    """Converts vLLM's `{"image": 4, "video": 0}`, or its JSON text, to fields of MediaConfig. Raises ConfigError."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value[:MAX_TEXT])
-        except (ValueError, RecursionError):
-            value = None
-    if not isinstance(value, dict) or not all(type(count) is int and 0 <= count <= 4096 for count in value.values()):
-        raise ConfigError(f'{where} must be counts such as {{"image": 4, "video": 0}}', param="max_images")
-    limits = {}
-    for kind, count in value.items():
-        if kind in MEDIA_LIMIT_FIELDS:
-            limits[MEDIA_LIMIT_FIELDS[kind]] = count
-        elif count:
-            raise ConfigError(f"{where}: {str(kind)[:_SHOWN]!r} is not served here, only image and video", param=kind)
-    return limits
-
-
-def _number(option: Option, value: object, where: str) -> int | float:
-    expected = "a whole number" if option.kind is int else "a number"
-    if option.kind is int and isinstance(value, str) and (multiple := _MULTIPLE.fullmatch(value.strip())):
-        value = int(multiple[1]) * _FACTORS[multiple[2]]
-    number = _read_number(value)
-    if number is None:
-        raise _wrong(option, where, expected, value)
-    if abs(number) > _MAX_INT:
-        raise _wrong(option, where, "a smaller number", value)
-    if option.kind is float:
-        return float(number)
-    if number != int(number):
-        raise _wrong(option, where, expected, value)
-    return int(number)
-
-
-def _read_number(value: object) -> int | float | None:
-    """Parses a finite number; None if it is none."""
-    if isinstance(value, str) and len(value) <= _SHOWN:
-        for kind in (int, float):
-            with contextlib.suppress(ValueError):
-                value = kind(value)
-                break
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    return value if isinstance(value, int) or math.isfinite(value) else None
-
-
-def _strings(option: Option, value: object, where: str) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise _wrong(option, where, "a list of texts; put numbers in quotes", value)
-    return tuple(value)
-
-
-def _checked(option: Option, value: Any, where: str) -> Any:
-    if isinstance(value, tuple) and (len(value) > _MAX_ITEMS or any(len(item) > MAX_TEXT for item in value)):
-        raise ConfigError(f"{where} has too many or too long values", param=option.field)
-    if option.choices is not None and value not in option.choices:
-        *others, last = option.choices
-        raise _wrong(option, where, f"{', '.join(others)} or {last}", value)
-    return value
-
-
-def _wrong(option: Option, where: str, expected: str, value: object) -> ConfigError:
-    """The error for a wrong value, which quotes it unless the option is secret."""
-    shown = "" if option.secret else f", not {_quoted(value)}"
-    return ConfigError(f"{where} must be {expected}{shown}", param=option.field)
-
-
-def _quoted(value: object) -> str:
-    if isinstance(value, dict):
-        return "a mapping"
-    if isinstance(value, list):
-        return "a list"
-    text = repr(value)
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

@@ -27,9 +27,9 @@ from hydra_engine.config.environment import (
     environment_settings,
     state_folder,
 )
-from hydra_engine.config.fields import MAX_LIMIT_S, parse_seconds
 from hydra_engine.config.hub import find_model
 from hydra_engine.config.server import ServerConfig
+from hydra_engine.config.values import MAX_LIMIT_S, parse_seconds
 
 __all__ = [
     "CacheConfig",

@@ -9,20 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from hydra_engine.config.environment import user_folder
-from hydra_engine.config.fields import (
-    KV_DTYPE_NAMES,
-    LOAD_FORMAT_NAMES,
-    LOG_FORMATS,
+from hydra_engine.config.fields import KV_DTYPE_NAMES, LOAD_FORMAT_NAMES, LOG_FORMATS, check_choices, opt, positive
+from hydra_engine.config.instance_limits import chosen_limits, parse_instance_limits
+from hydra_engine.config.values import (
     MAX_ENCODE_SIZE,
     MAX_GRAPH_SIZE,
-    check_choices,
-    opt,
     parse_graph_sizes,
     parse_seconds,
     parse_sm_split,
-    positive,
 )
-from hydra_engine.config.instance_limits import chosen_limits, parse_instance_limits
 from hydra_engine.core.instances import Role, Topology
 from hydra_engine.core.options import MODEL_IMPLEMENTATIONS, NATIVE, SpecOptions
 from hydra_engine.entry_points import find_entry_points

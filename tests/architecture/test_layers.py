@@ -99,7 +99,7 @@ ALLOWED: dict[str, set[str]] = {
     "hydra_terminal": BASE | {"core", "config", "preprocess", "engine", "server", "cli"},
     "hydra_quantizer": BASE | {"core", "config", "specs", "backend", "models", "cli"},
     "hydra_transformers": BASE | {"core", "specs", "backend", "models"},
-    "__main__": BASE | {"cli", ""},
+    "__main__": BASE | {"cli", "config", ""},
     "": BASE | {"core", "config", "engine"},
 }
 # Folders that must run without torch, and files of other folders that must.

@@ -14,10 +14,12 @@ from hydra_engine.__main__ import main
 from hydra_engine.cli import options
 from hydra_engine.cli.commands import build_parser
 from hydra_engine.cli.config import config_lines
-from hydra_engine.cli.options import SECTIONS, Option, all_options, options_by_name, variable_of
 from hydra_engine.cli.parser import Parser
-from hydra_engine.cli.sources import Settings, read_settings, value_from_yaml
+from hydra_engine.cli.sources import Settings, read_settings
 from hydra_engine.config import ServerConfig
+from hydra_engine.config.fields import Option
+from hydra_engine.config.options import MEDIA_LIMITS, SECTIONS, all_options, options_by_name, variable_of
+from hydra_engine.config.values import value_from_yaml
 from hydra_engine.errors import ConfigError
 
 
@@ -82,7 +84,7 @@ def test_every_option_has_one_name_in_all_three(
 
 def test_names_are_unique_and_groups_name_real_options() -> None:
     names = [name for option in all_options() for name in (option.name, *option.aliases)]
-    assert len(names) == len(set(names)) and options.MEDIA_LIMITS not in names
+    assert len(names) == len(set(names)) and MEDIA_LIMITS not in names
     by_field = [option.field for option in all_options()]
     assert len(by_field) == len(set(by_field))
     grouped = [field for group in options._GROUPS.values() for field in group]

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from hydra_engine.cli.commands import build_parser
-from hydra_engine.cli.options import all_options, options_by_name, variable_of
+from hydra_engine.config.options import all_options, options_by_name, variable_of
 
 ROOT = Path(__file__).parents[2]
 FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)")

@@ -5,6 +5,9 @@ Options with the same meaning are aliases in the configuration classes.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Callable, Iterable
+
 _ONE_DEVICE = "a model runs on one device here, which --device names; --topology puts its stages on several"
 _IN_THE_FOLDER = "it is part of the model's folder"
 _CONTEXT = "give --max-model-len, the longest prompt and answer together"
@@ -100,3 +103,15 @@ def reason_ignored(name: str, value: object = True) -> str | None:
 
 def _anyway(name: str) -> str | None:
     return next((reason for reason, names in _ANYWAY.items() if name in names), None)
+
+
+def unknown_name(name: str, known: Iterable[str], written: str, spell: Callable[[str], str] = str) -> str:
+    """The error message for an unknown option; `written` is its name as the user wrote it, `spell` writes the nearest
+    name in the same form."""
+    plain = name.replace("_", "-").lower()
+    if (reason := replacement_for(plain)) is not None:
+        return f"{written} is not an option here: {reason}"
+    names = list(known)
+    near = [name for name in names if name.startswith(f"{plain}-")]
+    near = near or difflib.get_close_matches(plain, names, n=1, cutoff=0.8)
+    return f"{written} is not an option" + (f"; the nearest one is {spell(near[0])}" if near else "")

@@ -1,0 +1,64 @@
+"""The table of options, which serves flags, variables, files and keywords alike.
+
+An option has one name everywhere: `--max-num-seqs` as a flag, HYDRA_MAX_NUM_SEQS in the environment, `max-num-seqs` in
+a configuration file.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+from hydra_engine.config.engine import CacheConfig, ClusterConfig, EngineConfig, MediaConfig, SchedulerConfig
+from hydra_engine.config.fields import Option, options_of
+from hydra_engine.config.server import ServerConfig
+from hydra_engine.config.values import MAX_TEXT
+from hydra_engine.errors import ConfigError
+
+# Sections of a configuration file.
+SECTIONS: dict[str, type] = {
+    "engine": EngineConfig,
+    "scheduler": SchedulerConfig,
+    "cache": CacheConfig,
+    "media": MediaConfig,
+    "cluster": ClusterConfig,
+    "server": ServerConfig,
+}
+# vLLM's name for several limits at once; becomes the fields named here.
+MEDIA_LIMITS = "limit-mm-per-prompt"
+MEDIA_LIMIT_FIELDS = {"image": "max_images", "video": "max_videos"}
+
+_SHOWN = 40  # characters that a message quotes
+
+
+def variable_of(name: str) -> str:
+    return "HYDRA_" + name.replace("-", "_").upper()
+
+
+@cache
+def all_options() -> tuple[Option, ...]:
+    return tuple(option for cls in SECTIONS.values() for option in options_of(cls))
+
+
+@cache
+def options_by_name() -> dict[str, Option]:
+    """Options by each of their names and aliases, with dashes."""
+    return {name: option for option in all_options() for name in (option.name, *option.aliases)}
+
+
+def media_limits(value: object, where: str) -> dict[str, int]:
+    """Converts vLLM's `{"image": 4, "video": 0}`, or its JSON text, to fields of MediaConfig. Raises ConfigError."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value[:MAX_TEXT])
+        except (ValueError, RecursionError):
+            value = None
+    if not isinstance(value, dict) or not all(type(count) is int and 0 <= count <= 4096 for count in value.values()):
+        raise ConfigError(f'{where} must be counts such as {{"image": 4, "video": 0}}', param="max_images")
+    limits = {}
+    for kind, count in value.items():
+        if kind in MEDIA_LIMIT_FIELDS:
+            limits[MEDIA_LIMIT_FIELDS[kind]] = count
+        elif count:
+            raise ConfigError(f"{where}: {str(kind)[:_SHOWN]!r} is not served here, only image and video", param=kind)
+    return limits
