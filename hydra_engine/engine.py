@@ -22,7 +22,7 @@ from hydra_engine.config import DEMO_MODEL, EngineConfig, config_from_options
 from hydra_engine.core.call import GenerationCall, Role
 from hydra_engine.core.instances import InstanceState, Topology
 from hydra_engine.core.outputs import Piece, Result
-from hydra_engine.core.prompting import TemplateOptions
+from hydra_engine.core.prompting import MediaLimits, TemplateOptions
 from hydra_engine.core.reports import InstanceSummary, LedgerReport, Status
 from hydra_engine.core.sampling import GenerationDefaults
 from hydra_engine.errors import EngineClosed
@@ -409,6 +409,11 @@ class Engine:
         """The text that the chat template writes after a last message of this role so that the answer begins; empty
         without a template."""
         return await self._await(self.frontend.preprocessor.generation_prompt(options, role, client))
+
+    @property
+    def media_limits(self) -> MediaLimits:
+        """The pictures and videos that one request may have."""
+        return self.frontend.preprocessor.media_limits
 
     @property
     def model_name(self) -> str:

@@ -26,6 +26,18 @@ MAX_PIXELS = 1 << 31
 LOW_DETAIL_PIXELS = 512 * 512
 DETAILS = ("auto", "low", "high")
 
+
+@dataclass(frozen=True, slots=True)
+class MediaLimits:
+    """Pictures and videos that one request may have, and the bytes of one encoded file. No pictures, or no videos:
+    the model, or this server, takes none."""
+
+    max_images: int = 0
+    max_image_bytes: int = 0
+    max_videos: int = 0
+    max_video_bytes: int = 0
+
+
 # Names that templates, or the renderer, already use.
 RESERVED_VARIABLES = frozenset(
     {"messages", "tools", "functions", "documents", "conversation", "chat_template", "add_generation_prompt"}

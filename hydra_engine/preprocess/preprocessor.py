@@ -18,7 +18,7 @@ from hydra_engine.core.fairness import WorkerPool
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import PixelPayload
 from hydra_engine.core.outputs import StageSpan
-from hydra_engine.core.prompting import TemplateOptions, texts_of
+from hydra_engine.core.prompting import MediaLimits, TemplateOptions, texts_of
 from hydra_engine.core.request import ImageItem, Request, RopeSpan, Slo
 from hydra_engine.core.sampling import NO_DEFAULTS, GenerationDefaults, SamplingParams
 from hydra_engine.errors import ContextLengthExceeded, InvalidRequest
@@ -101,6 +101,10 @@ class Preprocessor:
     @property
     def tool_template(self) -> str | None:
         return self._tool_template.text
+
+    @property
+    def media_limits(self) -> MediaLimits:
+        return self._loader.media_limits
 
     async def generation_prompt(self, options: TemplateOptions, role: Role, client: str = "") -> str:
         return await self._texts.generation_prompt(client, options, role)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from hydra_engine.core.call import GenerationCall, Role
 from hydra_engine.core.instances import InstanceState
 from hydra_engine.core.outputs import Piece, Result, Usage
-from hydra_engine.core.prompting import TemplateOptions
+from hydra_engine.core.prompting import MediaLimits, TemplateOptions
 from hydra_engine.core.reports import InstanceSummary, Status
 from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.telemetry.trace import Activity
@@ -50,8 +50,8 @@ class Handle(Protocol):
 
 
 class EnginePort(Protocol):
-    """An engine as the server uses it. `max_model_len`, tokenisation and submission need a loaded model; until then
-    `health` returns `loading`."""
+    """An engine as the server uses it. `max_model_len`, `media_limits`, tokenisation and submission need a loaded
+    model; until then `health` returns `loading`."""
 
     created: int
 
@@ -60,6 +60,9 @@ class EnginePort(Protocol):
 
     @property
     def max_model_len(self) -> int: ...
+
+    @property
+    def media_limits(self) -> MediaLimits: ...
 
     @property
     def default_sampling_params(self) -> SamplingParams:

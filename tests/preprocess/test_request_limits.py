@@ -1,14 +1,19 @@
-"""A request's own latency limits and its priority: passed on as they are, refused by name where they make no sense."""
+"""A request's own limits: passed on as they are, refused by name where they make no sense."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from hydra_engine.config import MediaConfig
+from hydra_engine.core.prompting import MediaLimits
 from hydra_engine.core.request import Slo
 from hydra_engine.core.sampling import GenerationDefaults
 from hydra_engine.errors import InvalidRequest
+from hydra_engine.preprocess.media.media import media_limits
+from tests.preprocess.conftest import make_spec
 
 
 @pytest.mark.parametrize("priority", [-(1 << 31), -1, 0, (1 << 31) - 1])
@@ -52,3 +57,11 @@ async def test_the_models_max_tokens_are_a_default_and_no_limit(
 async def test_they_yield_to_the_context(make_preprocessor: Any) -> None:
     request = (await make_preprocessor(defaults=GenerationDefaults(1000), max_model_len=64).prepare("the cat")).request
     assert request.max_new_tokens == 64 - request.num_prompt
+
+
+def test_media_limits_are_those_that_the_model_and_this_server_share(tokenizer: Any) -> None:
+    config = MediaConfig(max_images=3, max_image_bytes=10, max_videos=2, max_video_bytes=30)
+    spec = make_spec(tokenizer)
+    assert media_limits(spec, config) == MediaLimits(3, 10, 0, 30)
+    assert media_limits(replace(spec, video_token_id=5), config) == MediaLimits(3, 10, 2, 30)
+    assert media_limits(make_spec(tokenizer, vision=False), config) == MediaLimits()

@@ -27,7 +27,7 @@ from hydra_engine.core.outputs import (
     StageSpan,
     Usage,
 )
-from hydra_engine.core.prompting import TemplateOptions
+from hydra_engine.core.prompting import MediaLimits, TemplateOptions
 from hydra_engine.core.reports import InstanceSummary, LedgerReport, Status
 from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.errors import HydraError, InvalidRequest, RequestAborted
@@ -215,6 +215,7 @@ class StubEngine:
     chat_template: str | None = "{{ messages }} {{ tools }} <tool_call>"
     own_tool_template: str | None = None
     max_model_len: int = 4096
+    media_limits: MediaLimits = field(default_factory=lambda: MediaLimits(16, 20 << 20, 0, 64 << 20))
     default_sampling_params: SamplingParams = field(default_factory=SamplingParams)
     created: int = field(default_factory=lambda: int(time.time()))
     state: str = "ok"

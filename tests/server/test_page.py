@@ -16,6 +16,7 @@ import pytest
 from hydra_engine.config import ServerConfig
 from hydra_engine.core.instances import Condition
 from hydra_engine.core.outputs import StageSpan, Usage
+from hydra_engine.core.prompting import MediaLimits
 from hydra_engine.core.reports import StepReport
 from hydra_engine.server.app import build_app
 from hydra_engine.server.http.listening import listen
@@ -128,6 +129,33 @@ async def test_a_snapshot_has_gauges_counts_and_stages(served: Served) -> None:
         **{"id": "chatcmpl-1", "arrival_s": 3.0, "first_token_s": None, "num_tokens": 0, "stage": "encode"},
         **{"instance": "e0", "done": 1, "of": 2},
     }
+
+
+async def test_a_snapshot_tells_what_can_be_attached(served: Served) -> None:
+    served.engine.media_limits = MediaLimits(1, 10, 2, 30)
+    found = await first(served)
+    assert found["media"] == {"max_images": 1, "max_image_bytes": 10, "max_videos": 2, "max_video_bytes": 30}
+    assert found["max_body_bytes"] == ServerConfig().max_body_bytes
+    served.engine.state = "loading"
+    assert (await first(served))["media"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "served_name", "title"),
+    [
+        ("{}/deep/model/", None, "model"),
+        ("{}/deep/../deep/model", None, "model"),
+        ("{}/a.gguf", None, "a.gguf"),
+        ("ORG/NAME", None, "ORG/NAME"),
+        ("{}/deep/model", "{}/deep/model", "{}/deep/model"),
+    ],
+)
+def test_the_title_is_the_folder_of_a_path(tmp_path: Path, name: str, served_name: str | None, title: str) -> None:
+    (tmp_path / "deep" / "model").mkdir(parents=True)
+    (tmp_path / "a.gguf").touch()
+    config = ServerConfig(served_model_name=None if served_name is None else served_name.format(tmp_path))
+    app = build_app(StubEngine(model_name=name.format(tmp_path)), config)
+    assert app[page.TITLE] == title.format(tmp_path)
 
 
 async def test_a_key_sees_its_own_requests_and_the_admin_key_all(serve: Serve) -> None:

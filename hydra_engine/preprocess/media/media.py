@@ -22,11 +22,11 @@ from hydra_engine.core.call import ImagePart, MediaPart, VideoPart
 from hydra_engine.core.fairness import ByteBudget, Lease, Turns, WorkerPool
 from hydra_engine.core.messages import PixelPayload
 from hydra_engine.core.outputs import StageSpan
-from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
+from hydra_engine.core.prompting import AS_CONFIGURED, MediaLimits, PixelBudget
 from hydra_engine.errors import HydraError, InvalidRequest, from_info
 from hydra_engine.models.specs.base import MediaPlan, ModelSpec, VideoInfo, no_videos
 from hydra_engine.preprocess.media.fetch import MediaFetcher, Resolve
-from hydra_engine.preprocess.media.opening import Decoders, Frames, Opened, Opener, Payloads
+from hydra_engine.preprocess.media.opening import Decoders, Frames, Opened, Opener, Payloads, decodes_videos
 from hydra_engine.preprocess.media.sources import InMemory, RemoteFile, Source, classify, with_path_in_errors
 from hydra_engine.preprocess.sandbox.processor import ImageProcessor, ProcessedPicture
 
@@ -84,10 +84,19 @@ class _Work:
     ended_s: float
 
 
+def media_limits(spec: ModelSpec, limits: MediaConfig) -> MediaLimits:
+    if spec.vision is None or spec.image_token_id is None:
+        return MediaLimits()
+    max_images = 1 if spec.one_picture_because else limits.max_images
+    max_videos = limits.max_videos if spec.video_token_id is not None and decodes_videos() else 0
+    return MediaLimits(max_images, limits.max_image_bytes, max_videos, limits.max_video_bytes)
+
+
 class MediaLoader:
     """The loader of one preprocessor; `load` runs on the loop, the work in threads and child processes."""
 
     def __init__(self, spec: ModelSpec, limits: MediaConfig, clock: Clock, resolve: Resolve | None = None) -> None:
+        self.media_limits = media_limits(spec, limits)
         self._spec = spec
         self._limits = limits
         self._clock = clock

@@ -245,6 +245,11 @@ def _run(
 # ---- limits of videos
 
 
+def decodes_videos() -> bool:
+    """True if PyAV is installed."""
+    return find_spec("av") is not None
+
+
 def inspected_video(data: bytes, limits: MediaConfig) -> bytes:
     """Returns the file if a child may parse it. Raises InvalidImage, and InvalidRequest if this server decodes no
     videos."""
@@ -255,7 +260,7 @@ def inspected_video(data: bytes, limits: MediaConfig) -> bytes:
             "the video has an unsupported format; supported: MP4, MOV, WEBM, MKV, AVI, GIF",
             code="unsupported_video_format",
         )
-    if find_spec("av") is None:
+    if not decodes_videos():
         raise InvalidRequest(
             "this server decodes no video files; install PyAV (hydra-engine[video]) or send the frames as images",
             code="video_not_supported",

@@ -23,10 +23,11 @@ from aiohttp import web
 from hydra_engine import __version__
 from hydra_engine.core.instances import InstanceState
 from hydra_engine.core.outputs import StageSpan, Usage
+from hydra_engine.core.prompting import MediaLimits
 from hydra_engine.core.reports import InstanceSummary, Status
 from hydra_engine.errors import InvalidRequest, Unavailable
 from hydra_engine.server.http.answers import STREAM, EventStream, event
-from hydra_engine.server.state import ENGINE, MODEL_NAME, STATE, TENANT
+from hydra_engine.server.state import CONFIG, ENGINE, MODEL_NAME, STATE, TENANT
 from hydra_engine.telemetry.metrics import Outcomes
 from hydra_engine.telemetry.trace import EndedRequest, LiveRequest
 
@@ -51,7 +52,7 @@ _TYPES = {
 }
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
-    "font-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "media-src data:; font-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -141,16 +142,20 @@ class Instance(msgspec.Struct, frozen=True):
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """An event of the live view. `time_s` is on the monotonic clock, like all times of statuses and requests. `number`
-    counts ended requests: a viewer that reconnects passes it as `since`."""
+    counts ended requests: a viewer that reconnects passes it as `since`. `title` is the model's short name;
+    `media` is None while the model loads."""
 
     time_s: float
     state: str
     model: str
+    title: str
     version: str
     outcomes: Outcomes
     ttft_limit_s: float = 0.0
     tpot_limit_s: float = 0.0
     default_sampling_params: dict[str, Any] = {}
+    media: MediaLimits | None = None
+    max_body_bytes: int = 0
     instances: list[Instance] = []
     number: int = 0
     ended: list[Ended] = []
@@ -187,8 +192,15 @@ class Viewers:
         self._closing.set()
 
 
+def _title(model_name: str) -> str:
+    """The name of the folder or file that `model_name` is a path of, else the name as it is."""
+    path = Path(model_name)
+    return path.resolve().name if path.exists() else model_name
+
+
 FILES = web.AppKey[dict[str, File]]("files")
 VIEWERS = web.AppKey("viewers", Viewers)
+TITLE = web.AppKey("title", str)
 
 
 async def events(request: web.Request) -> web.StreamResponse:
@@ -220,6 +232,7 @@ def _snapshot(request: web.Request, since: int) -> Snapshot:
         time_s=time.monotonic(),
         state=state,
         model=request.app[MODEL_NAME],
+        title=request.app[TITLE],
         version=__version__,
         outcomes=request.app[STATE].metrics.requests.outcomes,
         number=since,
@@ -234,6 +247,8 @@ def _snapshot(request: web.Request, since: int) -> Snapshot:
         ttft_limit_s=max((limit.ttft_limit_s for limit in limits), default=0.0),
         tpot_limit_s=max((limit.tpot_limit_s for limit in limits), default=0.0),
         default_sampling_params=engine.default_sampling_params.non_default_fields,
+        media=engine.media_limits,
+        max_body_bytes=request.app[CONFIG].max_body_bytes,
         instances=[_instance(state, summaries.get(state.name)) for state in engine.instances()],
         number=activity.number,
         ended=[_ended(request) for request in activity.finished],
@@ -276,6 +291,7 @@ def _spans(spans: Sequence[StageSpan]) -> list[Span]:
 def install(app: web.Application) -> None:
     app[FILES] = _read_files()
     app[VIEWERS] = Viewers()
+    app[TITLE] = app[MODEL_NAME] if app[CONFIG].served_model_name else _title(app[MODEL_NAME])
     app.add_routes(
         [
             web.get("/", index),
