@@ -11,8 +11,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from hydra_engine import Engine
-from hydra_engine.errors import HydraError
+from hydra_engine import Engine, HydraError
 
 MODEL = "demo"
 

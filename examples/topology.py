@@ -4,8 +4,7 @@ python examples/topology.py [MODEL] [TOPOLOGY]"""
 import sys
 from pathlib import Path
 
-from hydra_engine import Engine
-from hydra_engine.telemetry.timeline import draw
+from hydra_engine import Engine, draw
 
 PICTURES = Path(__file__).parents[1] / "hydra_engine" / "demo" / "pictures"
 

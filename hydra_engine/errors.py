@@ -84,6 +84,8 @@ class RequestError(HydraError):
 
 
 class InvalidRequest(RequestError):
+    """A field of the request has a wrong type, value or combination; `param` names it."""
+
     status = 400
     error_type = "invalid_request_error"
 
@@ -101,14 +103,20 @@ class RequestTooLarge(InvalidRequest):
 
 
 class InvalidImage(InvalidRequest):
+    """A picture or video cannot be decoded, is too large or has an odd shape."""
+
     default_code = "image_decode_failed"
 
 
 class MediaForbidden(InvalidRequest):
+    """The address or path of a picture or video is one that the engine does not open."""
+
     default_code = "media_url_forbidden"
 
 
 class MediaFetchFailed(InvalidRequest):
+    """A picture or video could not be read from its address or path."""
+
     default_code = "media_fetch_failed"
 
 
@@ -177,12 +185,16 @@ class Unavailable(RequestError):
 
 
 class RequestAborted(RequestError):
+    """The request was cancelled by its owner."""
+
     status = 499
     error_type = "invalid_request_error"
     default_code = "request_aborted"
 
 
 class ConfigError(HydraError):
+    """A setting is wrong, or settings contradict each other."""
+
     status = 400
     error_type = "invalid_request_error"
     default_code = "invalid_config"
@@ -190,16 +202,22 @@ class ConfigError(HydraError):
 
 
 class CheckpointError(HydraError):
+    """The model's files are missing, broken or of a kind that cannot be served."""
+
     default_code = "invalid_checkpoint"
     exit_code = 3
 
 
 class ResourceError(HydraError):
+    """Memory, a port or a device is missing."""
+
     default_code = "insufficient_resources"
     exit_code = 4
 
 
 class BackendError(HydraError):
+    """An operation has no usable implementation on this device."""
+
     default_code = "backend_unavailable"
     exit_code = 5
 
@@ -211,6 +229,8 @@ class TransferError(HydraError):
 
 
 class EngineClosed(HydraError):
+    """The engine was closed, its instance ended, or this process is a forked child of the engine's."""
+
     status = 503
     default_code = "engine_closed"
 

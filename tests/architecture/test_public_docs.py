@@ -5,13 +5,22 @@ from __future__ import annotations
 import inspect
 from dataclasses import fields
 
+import pytest
+
 import hydra_engine
-from hydra_engine import Engine, SamplingParams
+from hydra_engine import (
+    BatchOptions,
+    CallOptions,
+    Engine,
+    EngineConfig,
+    Grammar,
+    Handle,
+    Result,
+    SamplingParams,
+    errors,
+)
 from hydra_engine.backend.base import Ops
 from hydra_engine.backend.device import Device
-from hydra_engine.core.outputs import Piece, Result
-from hydra_engine.frontend.call import BatchOptions, CallOptions
-from hydra_engine.frontend.handle import Handle
 
 
 def undocumented(cls: type) -> list[str]:
@@ -19,11 +28,23 @@ def undocumented(cls: type) -> list[str]:
     return [f"{cls.__name__}.{name}" for name, member in members if not name.startswith("_") and not member.__doc__]
 
 
-def test_exported_classes_have_an_example() -> None:
+def test_exported_names_are_documented_and_their_main_classes_have_an_example() -> None:
     exported = [getattr(hydra_engine, name) for name in hydra_engine.__all__ if name != "__version__"]
-    for cls in (*exported, Handle, Result, Ops, Device):
+    assert [thing.__name__ for thing in exported if not thing.__doc__] == []
+    for cls in (Engine, EngineConfig, Grammar, Handle, Result, SamplingParams, Ops, Device):
         text = inspect.getdoc(cls) or ""
         assert "\n    " in text, f"{cls.__name__}: {text}"
+
+
+def test_the_package_exports_the_errors_that_python_code_can_meet() -> None:
+    of_the_server = {"InvalidApiKey", "NotFound", "MethodNotAllowed", "RequestTimeout", "RateLimited"}
+    of_the_server |= {"PayloadTooLarge", "UnsupportedMediaType", "ExpectationFailed"}
+    exported = {name for name in hydra_engine.__all__ if hasattr(errors, name)}
+    assert exported == errors._BY_NAME.keys() - of_the_server - {"TransferError"}
+    assert set(hydra_engine.__all__) <= set(dir(hydra_engine))
+    assert hydra_engine.HydraError is errors.HydraError
+    with pytest.raises(AttributeError, match="no attribute 'Enigne'"):
+        hydra_engine.Enigne
 
 
 def test_methods_of_the_engine_and_operators_are_documented() -> None:
@@ -39,4 +60,3 @@ def test_every_parameter_of_a_request_is_explained() -> None:
         own = options.__annotations__.keys() - {f.name for f in fields(SamplingParams)}
         inherited = CallOptions.__annotations__.keys() if options is BatchOptions else set()
         assert [name for name in own - inherited if name not in (options.__doc__ or "")] == []
-    assert Piece.__doc__
