@@ -11,12 +11,13 @@ from collections.abc import AsyncIterator
 from aiohttp import web
 
 from hydra_engine.config import ServerConfig
-from hydra_engine.server import admin, generate, info, openapi
+from hydra_engine.server import admin, api_page, generate, info, openapi
 from hydra_engine.server.anthropic import messages
 from hydra_engine.server.http.access_control import KEYS, SALT_SECRET, Cors, KeyRing, auth_middleware, is_loopback
 from hydra_engine.server.http.answers import error_middleware
 from hydra_engine.server.http.body import body_middleware
 from hydra_engine.server.http.loop_lag import LoopLag
+from hydra_engine.server.http.routes import with_slashes
 from hydra_engine.server.loggers import add_headers, install_tracer, request_middleware
 from hydra_engine.server.openai import chat, completions, responses, tokenize
 from hydra_engine.server.page import events as page
@@ -89,7 +90,6 @@ def _routes(*, with_admin: bool) -> list[web.RouteDef]:
         web.post("/v1/messages/count_tokens", messages.count_tokens),
         web.delete("/v1/requests/{id}", generate.end_requests),
         web.get("/v1/models", info.list_models),
-        web.get("/v1/models/", info.list_models),
         web.get("/v1/models/{model:.+}", info.one_model),
         web.post("/tokenize", tokenize.tokenize),
         web.post("/detokenize", tokenize.detokenize),
@@ -102,6 +102,7 @@ def _routes(*, with_admin: bool) -> list[web.RouteDef]:
         web.get("/server_info", info.server_info),
         web.get("/metrics", info.metrics),
         web.get("/openapi.json", openapi.show),
+        web.get("/docs", api_page.show),
     ]
     if with_admin:
         routes.append(web.get("/admin/topology", admin.show_topology))
@@ -109,4 +110,4 @@ def _routes(*, with_admin: bool) -> list[web.RouteDef]:
         routes.append(web.post("/reset_prefix_cache", admin.reset_prefix_cache))
         routes.append(web.post("/reset_mm_cache", admin.reset_mm_cache))
         routes.append(web.get("/debug/trace", admin.trace))
-    return routes
+    return with_slashes(routes)

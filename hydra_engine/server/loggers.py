@@ -60,9 +60,9 @@ ACCESS = web.RequestKey("access", Access)
 
 
 def route_of(request: web.Request) -> str:
-    """The pattern of the request's route, never its path."""
+    """The pattern of the request's route, never its path; without the slash that a path may end in."""
     resource = request.match_info.route.resource
-    return resource.canonical if resource is not None else "unknown"
+    return (resource.canonical.rstrip("/") or "/") if resource is not None else "unknown"
 
 
 def has_anthropic_style(path: str) -> bool:

@@ -16,8 +16,9 @@ from aiohttp import web
 
 from hydra_engine import __version__
 from hydra_engine.errors import CODES
-from hydra_engine.server.http.access_control import ADMIN_PATHS, KEYS, OPEN_PATHS, OVERVIEW_PATHS, PAGE_FILES
+from hydra_engine.server.http.access_control import ADMIN_PATHS, KEYS, OPEN_PATHS, OVERVIEW_PATHS
 from hydra_engine.server.http.answers import AnthropicErrorAnswer, ErrorAnswer
+from hydra_engine.server.http.routes import routes_of
 from hydra_engine.server.loggers import has_anthropic_style
 from hydra_engine.server.operations import OPERATIONS, TEXT, Operation, Parameter
 from hydra_engine.server.protocol.other_fields import EMPTY, Harmless, other_names_of
@@ -42,9 +43,6 @@ _WORDS = {
 }
 
 
-PAGE_PATHS = PAGE_FILES | {"/ui/events"}  # used only by the server's own page
-
-
 async def show(request: web.Request) -> web.Response:
     routes, keys = tuple(routes_of(request.app)), request.app[KEYS]
     body = await asyncio.to_thread(_encoded, routes, keys.requires_key, keys.has_admin_key)
@@ -55,19 +53,6 @@ async def show(request: web.Request) -> web.Response:
 def _encoded(routes: tuple[tuple[str, str], ...], has_api_keys: bool, has_admin_key: bool) -> bytes:
     """Builds the document as JSON. Run it in a thread: it would block the event loop for too long."""
     return msgspec.json.encode(document(routes, has_api_keys, has_admin_key))
-
-
-def routes_of(app: web.Application) -> list[tuple[str, str]]:
-    """(method, path) of the API's routes, without HEAD, which every GET has, the page's routes, and spellings that end
-    in a slash."""
-    routes = []
-    for route in app.router.routes():
-        path = "/" if route.resource is None else route.resource.canonical
-        if path in PAGE_PATHS or path.endswith("/"):
-            continue
-        if route.method != "HEAD":
-            routes.append((route.method, path))
-    return routes
 
 
 def document(routes: Iterable[tuple[str, str]], has_api_keys: bool, has_admin_key: bool) -> Json:

@@ -404,6 +404,37 @@ async def test_methods_and_routes(served: Served) -> None:
         assert response.headers["Allow"] == "POST"
     async with served.http.options(served.url + "/v1/models") as response:
         assert response.status == 405 and set(response.headers["Allow"].split(",")) == {"GET", "HEAD"}
-    for path in ("/v2", "/v1/chat/completions/", "//v1/models", "/debug/ledger", "/v1/embeddings"):
+    for path, told in (
+        ("/v2", "GET /docs lists all routes"),
+        ("//v1/models", "did you mean GET /v1/models?"),
+        ("/v1/chat/completion", "did you mean POST /v1/chat/completions?"),
+        ("/chat/completions", "did you mean POST /v1/chat/completions?"),
+        ("/v1/v1/messages", "did you mean POST /v1/messages?"),
+        ("/api/chat", "Ollama's API is not served; OpenAI's is at /v1/chat/completions"),
+        ("/v1/embeddings", "no embeddings"),
+        ("/debug/ledger", "GET /docs"),
+        ("/ui/nothing.js", "GET /docs"),
+    ):
         async with served.get(path) as response:
-            assert (response.status, (await refusal(response))["code"]) == (404, "not_found")
+            error = await refusal(response)
+            assert (response.status, error["code"]) == (404, "not_found") and told in error["message"], path
+
+
+async def test_a_slash_at_the_end_changes_nothing(serve: Serve) -> None:
+    served = await serve(api_key=("sesame",), admin_key="open-admin")
+    keyed, admin = ({"Authorization": f"Bearer {key}"} for key in ("sesame", "open-admin"))
+    for path, headers, status in (
+        ("/health/", {}, 200),
+        ("/v1/models/", {}, 401),
+        ("/v1/models/", keyed, 200),
+        ("/v1/models/stub/", keyed, 200),
+        ("/metrics/", admin, 200),
+        ("/admin/topology/", keyed, 401),
+        ("/admin/topology/", admin, 200),
+    ):
+        async with served.get(path, headers=headers) as response:
+            assert response.status == status, (path, headers)
+    async with served.post("/v1/chat/completions/", chat_body(), headers=keyed) as response:
+        assert response.status == 200
+    async with served.get("/metrics", headers=admin) as response:
+        assert 'route="/v1/chat/completions",status="200"' in await response.text()

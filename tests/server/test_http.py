@@ -57,7 +57,7 @@ async def test_everything_but_life_signs_needs_a_key(keyed: Served, authorizatio
         ("GET", "/version"),
         ("GET", "/nowhere"),
         ("GET", "//health"),
-        ("GET", "/health/"),
+        ("GET", "/metrics/"),
         ("GET", "/HEALTH"),
         ("GET", "/health/../v1/models"),
         ("GET", "/livez%2f..%2fmetrics"),

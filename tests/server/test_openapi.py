@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import html
+import itertools
 import json
+import re
+import shlex
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,6 +82,26 @@ def url_of(served: Served, path: str) -> str:
     for name, value in FILLED.items():
         path = path.replace(name, value)
     return served.url + path
+
+
+async def test_the_page_for_people_has_every_route_and_its_command_works(serve: Serve) -> None:
+    served = await serve(api_key=("open-api",))
+    async with served.get("/docs") as response:
+        assert response.status == 401
+    async with served.get("/docs", headers=KEYED) as response:
+        assert response.status == 200 and response.content_type == "text/html"
+        assert "default-src 'none'" in response.headers["Content-Security-Policy"]
+        page = await response.text()
+    commands = re.findall(r"<h3><code>(\w+) (.+)</code></h3><p>.+<pre>(.+)</pre>", page)
+    assert [(method, path) for method, path, _ in commands] == sorted(
+        (route for route in openapi.routes_of(served.app)), key=lambda route: OPERATIONS[route].tag
+    )
+    (command,) = [shlex.split(html.unescape(words)) for _, path, words in commands if path == "/v1/chat/completions"]
+    assert command[:3] == ["curl", "-s", f"{served.url}/v1/chat/completions"]
+    headers = dict(header.split(": ") for flag, header in itertools.pairwise(command) if flag == "-H")
+    assert headers.pop("Authorization") == "Bearer KEY"
+    async with served.http.post(command[2], data=command[command.index("-d") + 1], headers=headers | KEYED) as response:
+        assert response.status == 200
 
 
 def test_all_references_lead_somewhere() -> None:

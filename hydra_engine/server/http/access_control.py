@@ -31,6 +31,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from hydra_engine.config import ServerConfig, environment_admin_key, environment_api_key_file, environment_api_keys
 from hydra_engine.errors import ConfigError, InvalidApiKey, InvalidRequest
+from hydra_engine.server.loggers import route_of
 from hydra_engine.server.state import CLIENT, CONFIG, TENANT
 
 logger = logging.getLogger(__name__)
@@ -144,8 +145,7 @@ def auth_middleware(keys: KeyRing) -> Middleware:
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        resource = request.match_info.route.resource
-        path = None if resource is None else resource.canonical
+        path = route_of(request)
         if path in ADMIN_PATHS:
             if not keys.is_admin(request):
                 raise InvalidApiKey("the admin key is needed: send Authorization: Bearer KEY")

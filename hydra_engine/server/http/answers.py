@@ -32,8 +32,6 @@ from hydra_engine.errors import (
     HydraError,
     InvalidApiKey,
     InvalidRequest,
-    MethodNotAllowed,
-    NotFound,
     PayloadTooLarge,
     RequestAborted,
     RequestFailed,
@@ -41,6 +39,7 @@ from hydra_engine.errors import (
     Unavailable,
     UnsupportedMediaType,
 )
+from hydra_engine.server.http.routes import no_such_route, wrong_method
 from hydra_engine.server.loggers import ACCESS, PROBES, has_anthropic_style, route_of
 from hydra_engine.server.state import PLACES, REQUEST_ID, STATE
 
@@ -336,8 +335,6 @@ _MAX_MESSAGE = 500
 _REFUSALS = frozenset({401, 408, 413, 415, 429, 503})  # by the server's state or its limits, not by the request
 
 _BY_STATUS: dict[int, tuple[type[HydraError], str]] = {
-    404: (NotFound, "no such route; see /v1/models, /v1/chat/completions and /v1/completions"),
-    405: (MethodNotAllowed, "this route does not take that method; the Allow header lists the ones it takes"),
     408: (RequestTimeout, "the request did not arrive in time"),
     413: (PayloadTooLarge, "the request body is larger than this server accepts"),
     415: (UnsupportedMediaType, "the request body has a type that this server does not read"),
@@ -445,7 +442,7 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         _check_connection(request)
         return await handler(request)
     except web.HTTPException as exception:
-        error = from_http(exception)
+        error = from_http(exception, request)
         if "Allow" in exception.headers:
             headers["Allow"] = exception.headers["Allow"]
     except RequestAborted as exception:
@@ -486,7 +483,12 @@ def _check_connection(request: web.Request) -> None:
         raise Unavailable("too many connections are open; try again later", retry_after_s=2)
 
 
-def from_http(exception: web.HTTPException) -> HydraError:
+def from_http(exception: web.HTTPException, request: web.Request | None = None) -> HydraError:
+    """The error for an exception of aiohttp's; `request` is the routed request that raised it, if there is one."""
+    if request is not None and exception.status == 404:
+        return no_such_route(request)
+    if isinstance(exception, web.HTTPMethodNotAllowed):
+        return wrong_method(exception)
     if exception.status in _BY_STATUS:
         kind, message = _BY_STATUS[exception.status]
         return kind(message)
