@@ -50,7 +50,7 @@ _INSTEAD: dict[str, tuple[str, ...]] = {
     _ONE_DEVICE: (
         *("tensor-parallel-size", "pipeline-parallel-size", "tp", "pp", "tp-size", "pp-size", "ngl", "gpu-layers"),
         *("n-gpu-layers", "split-mode", "tensor-split", "cpu-offload-gb", "enable-expert-parallel"),
-        "mm-encoder-tp-mode",
+        *("mm-encoder-tp-mode", "distributed-executor-backend"),
     ),
     "name several instances with --topology, for example 2EPD": ("data-parallel-size", "dp", "dp-size"),
     "name instances that prefill and that decode with --topology, for example EP+D": (
@@ -60,7 +60,16 @@ _INSTEAD: dict[str, tuple[str, ...]] = {
     "no model is compiled at start; leave it out": ("compilation-config", "enable-torch-compile"),
     "what steps with pictures take is measured at start; leave it out": ("skip-mm-profiling",),
     "end the server to free its memory": ("enable-sleep-mode",),
-    "grammars have one implementation; leave it out": ("guided-decoding-backend", "grammar-backend"),
+    "grammars have one implementation; leave it out": (
+        *("guided-decoding-backend", "grammar-backend", "structured-outputs-config.backend"),
+    ),
+    "every model here generates; leave it out": ("task", "runner"),
+    "how a template reads content is found out at start; leave it out": ("chat-template-content-format",),
+    "send chat_template_kwargs with the request": ("default-chat-template-kwargs",),
+    "set HF_TOKEN in the environment": ("hf-token",),
+    "set HF_HOME in the environment, the folder of the Hugging Face cache": ("download-dir",),
+    "an answer may have up to 20 log probabilities a token; leave it out": ("max-logprobs",),
+    "a token is sent as soon as it is there; leave it out": ("stream-interval",),
     "change config.json in a copy of the model's folder": ("hf-overrides",),
     "the vision tower is always loaded; leave it out": ("language-model-only",),
     "give --quantization int4 or int8": ("q", "load-in-4bit", "load-in-8bit"),
@@ -79,6 +88,8 @@ _ANYWAY: dict[str, tuple[str, ...]] = {
     "tools are on if the chat template supports them; --tool-parser sets the format of calls": (
         "enable-auto-tool-choice",
     ),
+    "reasoning is apart from the answer if the model thinks; --reasoning-parser sets its marks": ("enable-reasoning",),
+    "with tool_choice none no tool is in the prompt": ("exclude-tools-when-tool-choice-none",),
     "the model's chat template is always used": ("jinja",),
     "pictures are always taken": ("enable-multimodal",),
     "usage always counts cached tokens and those of images": ("enable-prompt-tokens-details", "enable-cache-report"),

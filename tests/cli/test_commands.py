@@ -228,6 +228,8 @@ def test_a_mistyped_command_is_told_which_was_meant(typed: str, meant: str, here
         (("serve", "--async-scheduling"), "--async-scheduling is not an option here: give --look-ahead"),
         (("serve", "--mm-processor-cache-gb", "1"), "is not an option here: give --pixel-cache-mib"),
         (("serve", "--kv-transfer-config", "{}"), "decode with --topology"),
+        (("serve", "demo", "--task", "generate"), "every model here generates; leave it out"),
+        (("serve", "demo", "--download-dir", "/tmp"), "set HF_HOME in the environment"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -237,13 +239,13 @@ def test_names_of_other_engines_are_explained(typed: tuple[str, ...], instead: s
 
 
 def test_switches_of_what_is_so_anyway_are_taken_with_a_note(here: Here, tmp_path: Path) -> None:
-    done = here("config", "--enable-auto-tool-choice", "--jinja", "--cont_batching=true", "--max-num-seqs", "3")
+    done = here("config", "--enable-reasoning", "--jinja", "--cont_batching=true", "--max-num-seqs", "3")
     assert done.returncode == 0 and "max-num-seqs: 3" in done.stdout
     notes = done.stderr.splitlines()
     assert [note.split()[:3] for note in notes] == [
-        ["hydra-engine:", "note:", name] for name in ("--enable-auto-tool-choice", "--jinja", "--cont-batching")
+        ["hydra-engine:", "note:", name] for name in ("--enable-reasoning", "--jinja", "--cont-batching")
     ]
-    assert notes[0].endswith("--tool-parser sets the format of calls")
+    assert notes[0].endswith("--reasoning-parser sets its marks")
     file = tmp_path / "options.yaml"
     file.write_text("enable-auto-tool-choice: true\nmax-num-seqs: 4\n")
     done = here("config", "--config", str(file))
