@@ -162,6 +162,9 @@ class Instance:
                 self._scheduler.reset_caches(kv=message.kv, images=message.images)
             case Abort():
                 self._emit(self._scheduler.abort(message.request_id, self._clock.now()), outgoing)
+                for plan in self._vision_in_flight:
+                    if not self._scheduler.is_needed(plan):
+                        self._worker.drop_vision(plan.step_id)
             case QueryLedger():
                 outgoing.append(self._ledger(message.query_id))
             case Shutdown():

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hydra_engine.config import EngineConfig
-from hydra_engine.core.ids import RequestId
+from hydra_engine.core.ids import RequestId, StepId
 from hydra_engine.core.instances import EPD, Role
 from hydra_engine.core.messages import PixelPayload, ToFrontend, ToInstance
 from hydra_engine.core.plans import LanguagePlan, VisionPlan
@@ -62,6 +62,11 @@ class WorkerPort(Protocol):
     def submit_vision(self, plan: VisionPlan) -> None: ...
 
     def submit_language(self, plan: LanguagePlan) -> None: ...
+
+    def drop_vision(self, step_id: StepId) -> None:
+        """Stops a vision step in flight between two of its layers, if it still can: its result then comes at once, with
+        an error for every image."""
+        ...
 
     def poll(self) -> list[LaneResult]:
         """Results since the last call, in order for each lane, including results of copies; empty if there are none.

@@ -129,6 +129,10 @@ class ImageTracker:
             self._copy_progress(key, now)
         return [self._states[request_id] for request_id in dict.fromkeys(r for r, _ in users)]
 
+    def is_needed(self, key: FeatureKey) -> bool:
+        """True if a request that has not ended uses the features, which are ENCODING."""
+        return any(self._states[request_id].ending is None for request_id, _ in self._features.users(key))
+
     def end_image_waits(self, users: Iterable[RequestState], own: Container[RequestId], now: float) -> None:
         """Ends the image wait in the timelines of those `users` of features that wait for no more images. Leaves out
         ended requests and those in `own`, for which the encode itself is recorded."""

@@ -211,6 +211,13 @@ class StageScheduler:
         self._next_step += 1
         return step.plan
 
+    def is_needed(self, plan: VisionPlan) -> bool:
+        """True if a request that has not ended uses features that the vision plan in flight computes. Else the caller
+        may stop the step: an image that comes back with an error is encoded again for requests that use it by then."""
+        requests = self._requests
+        keys = [requests.states[item.request_id].image_keys[item.image_index] for item in plan.items]
+        return any(requests.images.is_needed(key) for key in keys)
+
     def publish(self) -> None:
         """Makes computed blocks findable in the prefix cache. Called while the lanes compute, so that it takes no time
         between two steps."""
@@ -232,7 +239,8 @@ class StageScheduler:
         plan = self._vision_plans.popleft()
         self._requests.observer.on_vision_done(result.started_s, result.ended_s, _work(plan))
         patches = [item.num_patches for item in plan.items]
-        self._speeds.on_vision(sum(patches), result.ended_s - result.started_s)
+        if None in result.errors:  # else it stopped early
+            self._speeds.on_vision(sum(patches), result.ended_s - result.started_s)
         self._budgets.on_vision(VisionLoad(sum(patches), float(sum(count * count for count in patches))))
         return self._results.finish(self._results.on_vision(plan, result), now)
 

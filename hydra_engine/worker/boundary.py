@@ -13,7 +13,15 @@ from typing import TypeVar
 import torch
 
 from hydra_engine.backend.device import Device
-from hydra_engine.errors import BackendError, ErrorInfo, HydraError, InvalidRequest, RequestFailed, Unavailable
+from hydra_engine.errors import (
+    BackendError,
+    ErrorInfo,
+    HydraError,
+    InvalidRequest,
+    RequestAborted,
+    RequestFailed,
+    Unavailable,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -24,15 +32,19 @@ OUT_OF_MEMORY = Unavailable(
 ).info()
 
 
+DROPPED = RequestAborted("no request needs this encode any more").info()
+
+
 def run_guarded(what: str, run: Callable[[], T]) -> T | ErrorInfo:
     """Returns the result of `run`, or the error for the request that made it raise. Logs the exception as that of
-    `what`, unless it is an InvalidRequest. The error is OUT_OF_MEMORY if the device's memory ran out: the failed call's
-    tensors are freed by then, memory that the allocator caches is not. Raises BackendError if `run` does."""
+    `what`, unless it is an InvalidRequest or RequestAborted. The error is OUT_OF_MEMORY if the device's memory ran out:
+    the failed call's tensors are freed by then, memory that the allocator caches is not. Raises BackendError if `run`
+    does."""
     try:
         return run()
     except BackendError:
         raise
-    except InvalidRequest as error:
+    except (InvalidRequest, RequestAborted) as error:
         return error.info()
     except HydraError as error:
         logger.warning("%s: %s", what, error)

@@ -26,7 +26,7 @@ from hydra_engine.backend.base import Backend, PagedCache, StateCache
 from hydra_engine.backend.device import Lane
 from hydra_engine.clock import Clock
 from hydra_engine.config import EngineConfig
-from hydra_engine.core.ids import RequestId
+from hydra_engine.core.ids import RequestId, StepId
 from hydra_engine.core.instances import EPD, Role
 from hydra_engine.core.messages import PixelPayload
 from hydra_engine.core.plans import LanguagePlan, VisionPlan
@@ -168,6 +168,12 @@ class Worker:
         """Queues the plan in the vision lane; `poll` returns its result. Asserts that the worker has the lane."""
         assert self._vision is not None, "this worker has no vision lane"
         self._vision.submit(plan, [self._requests[item.request_id] for item in plan.items], self.deliver)
+
+    def drop_vision(self, step_id: StepId) -> None:
+        """Stops a submitted vision step at its next checkpoint; its result has an error for every image. No effect
+        without a checkpoint left."""
+        assert self._vision is not None, "this worker has no vision lane"
+        self._vision.drop(step_id)
 
     def submit_language(self, plan: LanguagePlan) -> None:
         """Queues the plan in the language lane; `poll` returns its result. Asserts that the worker has the lane."""

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from hydra_engine.core.ids import RequestId
+from hydra_engine.core.ids import RequestId, StepId
 from hydra_engine.core.messages import PixelPayload
 from hydra_engine.core.plans import Int64s, LanguagePlan, VisionLoad, VisionPlan
 from hydra_engine.core.pools import Exports, PoolKind
@@ -129,6 +129,9 @@ class SimulatedWorker:
 
         job = self._job(VISION, surface.vision_s(load), done, beside)
         self._vision.submit(lambda: self._run(job))
+
+    def drop_vision(self, step_id: StepId) -> None:
+        """Does nothing: requests of a simulation are not aborted."""
 
     def submit_language(self, plan: LanguagePlan) -> None:
         surface, load = self._costs.surface, plan.load

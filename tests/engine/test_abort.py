@@ -10,6 +10,7 @@ import pytest
 from hydra_engine.errors import RequestAborted
 from tests import faults
 from tests.engine.conftest import EngineFactory, assert_at_rest, picture
+from tests.engine.test_reuse import images_encoded
 from tests.faults import set_fault
 
 LONG = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}
@@ -48,6 +49,8 @@ def test_cancel_frees_everything(make_engine: EngineFactory, point: str | None, 
         doomed.result(30)
     assert neighbour.result(60).token_ids == expected
     assert_at_rest(engine)
+    if point == "vis.before_step":
+        assert images_encoded(engine) == 0, "what nobody needs is not computed"
 
 
 def test_a_cancel_that_overtakes_its_request_is_not_lost(make_engine: EngineFactory) -> None:

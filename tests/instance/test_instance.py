@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from hydra_engine.cache.blocks import CacheManager
-from hydra_engine.core.ids import RequestId
+from hydra_engine.core.ids import RequestId, StepId
 from hydra_engine.core.instances import EPD
 from hydra_engine.core.messages import (
     Abort,
@@ -31,7 +31,7 @@ from hydra_engine.instance.instance import LEAD_S, STATUS_PERIOD_S, Instance
 from hydra_engine.scheduler.latency.attribution import StepHistory
 from hydra_engine.scheduler.scheduler import StageScheduler
 from tests.scheduler.audit import check
-from tests.scheduler.sim import FakeLanes, Img, config, expected_tokens, make_request, rows_of
+from tests.scheduler.sim import BROKEN, FakeLanes, Img, config, expected_tokens, make_request, rows_of
 from tests.virtual_clock import VirtualClock
 
 
@@ -43,6 +43,7 @@ class FakeWorker:
     def __init__(self, kv: CacheManager, images: CacheManager, clock: VirtualClock) -> None:
         self.language: list[LanguagePlan] = []
         self.vision: list[VisionPlan] = []
+        self.dropped: list[StepId] = []
         self.live: set[RequestId] = set()
         self.inbox: list[ToInstance] = []
         self.sent: list[ToFrontend] = []
@@ -59,6 +60,9 @@ class FakeWorker:
 
     def submit_vision(self, plan: VisionPlan) -> None:
         self.vision.append(plan)
+
+    def drop_vision(self, step_id: StepId) -> None:
+        self.dropped.append(step_id)
 
     def submit_language(self, plan: LanguagePlan) -> None:
         self.language.append(plan)
@@ -82,8 +86,10 @@ class FakeWorker:
 
     def end_vision(self, started_s: float) -> None:
         plan = self.vision.pop(0)
-        self._lanes.encode(plan)
-        self._results.append(VisionResult(plan.step_id, started_s, self._clock.now(), (None,) * len(plan.items)))
+        error = BROKEN if plan.step_id in self.dropped else None
+        if error is None:
+            self._lanes.encode(plan)
+        self._results.append(VisionResult(plan.step_id, started_s, self._clock.now(), (error,) * len(plan.items)))
 
     def drain(self) -> list[ToInstance]:
         messages, self.inbox = self.inbox, []
@@ -210,6 +216,36 @@ def test_two_vision_plans_are_in_flight_and_come_back_in_order() -> None:
         rig.turn()
     assert {message.request_id for message in rig.of(Finished)} == {1, 2, 3, 4} and not rig.worker.live
     assert rig.scheduler.ledger().at_rest
+
+
+def test_an_encode_is_dropped_when_the_last_request_that_needs_it_has_gone() -> None:
+    """A request that asks for the picture afterwards gets it encoded again, and ends like any other."""
+    rig = Rig(vision_plans=2, image_budget=4)
+    latest = make_request(4, Img(4, name="shared"), 2, max_new=2)
+    for number, name in ((1, "shared"), (2, "shared"), (3, "own")):
+        rig.submit(make_request(number, Img(4, name=name), 2, max_new=2))
+    rig.turn()
+    shared, own = rig.worker.vision
+    for number, dropped in ((1, []), (2, [shared.step_id])):
+        rig.worker.inbox.append(Abort(RequestId(number)))
+        rig.turn()
+        assert rig.worker.dropped == dropped
+    assert [message.request_id for message in rig.of(Finished)] == [2], "a plan in flight names the other"
+    rig.submit(latest)
+    rig.turn()
+    rig.worker.end_vision(rig.clock.now())
+    rig.turn()
+    assert [message.request_id for message in rig.of(Finished)] == [2, 1] and rig.scheduler.status().images_encoded == 0
+    assert rig.worker.vision[0] is own and [item.request_id for item in rig.worker.vision[1].items] == [4]
+    while rig.worker.vision or rig.worker.language:
+        rig.clock.advance(0.01)
+        if rig.worker.vision:
+            rig.worker.end_vision(rig.clock.now() - 0.01)
+        if rig.worker.language:
+            rig.worker.end_language(rig.clock.now() - 0.01)
+        rig.turn()
+    assert rig.tokens()[latest.id] == expected_tokens(latest)
+    assert not rig.worker.live and rig.scheduler.ledger().at_rest and rig.worker.dropped == [shared.step_id]
 
 
 def test_the_status_says_what_budgets_allow() -> None:

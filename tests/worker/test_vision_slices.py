@@ -13,10 +13,12 @@ import pytest
 from hydra_engine.backend.base import PagedCache
 from hydra_engine.clock import MonotonicClock
 from hydra_engine.config import EngineConfig, SchedulerConfig
+from hydra_engine.core.ids import StepId
 from hydra_engine.core.plans import VisionPlan
 from hydra_engine.core.request import Request
 from hydra_engine.core.results import VisionResult
 from hydra_engine.models.layers.vision import VisionInput
+from hydra_engine.worker.boundary import DROPPED
 from hydra_engine.worker.language.sampler import SamplingState
 from hydra_engine.worker.ports import NO_GATE, Job, WorkerRequest
 from hydra_engine.worker.vision.gate import LaneGate
@@ -128,6 +130,44 @@ def test_a_lane_that_dies_leaves_the_gate_behind(monkeypatch: pytest.MonkeyPatch
     assert setup.gate.end() == 0.0
     setup.gate.enter()
     setup.gate.leave()
+    setup.close()
+
+
+def test_a_dropped_step_ends_before_its_next_layer_and_is_not_repeated() -> None:
+    setup = Setup(10, 20)
+    setup.gate.begin(0.0)
+    thread = threading.Thread(target=setup.run)
+    thread.start()
+    for layers in range(2):
+        wait_until(lambda: setup.gate._waiting)
+        setup.gate.end()
+        setup.gate.begin(0.0)
+        wait_until(lambda done=layers: len(setup.model.layers) == done)
+    wait_until(lambda: setup.gate._waiting)
+    setup.lane.drop(StepId(setup.rig._steps))
+    setup.gate.end()
+    thread.join(60)
+    assert setup.results[0].errors == (DROPPED, DROPPED) and setup.model.layers == [0]
+    setup.run()
+    assert setup.results[1].errors == (None, None), "the next step is another"
+    setup.close()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_step_that_is_dropped_before_it_begins_computes_nothing(asynchronous: bool) -> None:
+    setup = Setup(10, gated=False, asynchronous=asynchronous)
+    begin = threading.Event()
+    setup.lane.thread.submit(lambda: begin.wait(60) and None)
+    for _ in range(2):
+        step = setup.rig.next_step()
+        setup.lane.submit(VisionPlan(step, (setup.rig.item(setup.request, 0),)), [setup.record], setup.ends.put)
+    setup.lane.drop(StepId(step - 1))
+    setup.lane.drop(step)
+    begin.set()
+    for _ in range(2):
+        end = setup.ends.get(timeout=60)
+        assert isinstance(end, VisionResult) and end.errors == (DROPPED,)
+    assert setup.model.layers == []
     setup.close()
 
 

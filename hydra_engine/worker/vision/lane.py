@@ -24,16 +24,17 @@ from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.backend.device import Device, Fetch
 from hydra_engine.clock import Clock
 from hydra_engine.config import EngineConfig
+from hydra_engine.core.ids import StepId
 from hydra_engine.core.messages import PixelPayload
 from hydra_engine.core.plans import EncodeItem, Int64s, VisionPlan, slots_of
 from hydra_engine.core.request import ImageItem
 from hydra_engine.core.results import VisionResult
-from hydra_engine.errors import ErrorInfo
+from hydra_engine.errors import ErrorInfo, RequestAborted
 from hydra_engine.models.implementation import ServedModel
 from hydra_engine.models.layers.vision import VisionInput
 from hydra_engine.models.specs.base import VisionSpec
 from hydra_engine.worker.blank_steps import warm_vision
-from hydra_engine.worker.boundary import OUT_OF_MEMORY, not_finite, run_guarded_step
+from hydra_engine.worker.boundary import DROPPED, OUT_OF_MEMORY, not_finite, run_guarded_step
 from hydra_engine.worker.memory.working import image_budget, largest_encode
 from hydra_engine.worker.ports import Gate, Guard, Job, WorkerRequest
 from hydra_engine.worker.vision.graphs import EncodeGraphs, encode_graphs
@@ -101,6 +102,8 @@ class VisionLane:
         # launched or, if that is later, when the previous one ends.
         self._readers = backend.device.reader("vision results") if asynchronous else None
         self._ended_s = float("-inf")
+        self._launching: StepId | None = None  # the step that the lane's thread launches
+        self._dropped: tuple[StepId, ...] = ()  # the latest two; no more are in flight
         self.thread = backend.device.lane("vision")
 
     @property
@@ -122,6 +125,12 @@ class VisionLane:
                 self._readers.submit(partial(self._run, lambda: deliver(self._read(encoding))))
 
         self.thread.submit(partial(self._run, step))
+
+    def drop(self, step_id: StepId) -> None:
+        """Stops a submitted step before its next piece: all its items come back as DROPPED, once the device has
+        computed what was launched. A step whose last piece is launched completes. Called by the thread that calls
+        `submit`."""
+        self._dropped = (*self._dropped[-1:], step_id)
 
     @property
     def num_slices(self) -> int:
@@ -147,6 +156,7 @@ class VisionLane:
     def _launch(self, plan: VisionPlan, records: Sequence[WorkerRequest]) -> Encoding:
         """Launches the plan's items, as a vision step at the gate, where it may wait."""
         launched_s = self._clock.now()
+        self._launching = plan.step_id
         self._gate.enter(plan.num_patches)
         try:
             with torch.inference_mode():
@@ -166,25 +176,27 @@ class VisionLane:
     ) -> tuple[ErrorInfo | Flag, ...]:
         """Launches the items. A step that raises is run again picture by picture, so that only the faulty one fails; a
         single picture that ran out of memory is retried once, after memory has been released. `alone`: a retry of one
-        item, which fails if it raises again. Returns an error or a pending check per item."""
+        item, which fails if it raises again. A dropped step is not run again. Returns an error or a pending check per
+        item."""
         if not items:
             return ()
         flags = run_guarded_step(self._device, f"vision step of {len(items)}", partial(self._step, items, records))
         if not isinstance(flags, ErrorInfo):
             return flags
-        if alone or (len(items) == 1 and flags is not OUT_OF_MEMORY):
-            return (flags,)
+        if alone or flags == DROPPED or (len(items) == 1 and flags is not OUT_OF_MEMORY):
+            return (flags,) * len(items)
         pairs = zip(items, records, strict=True)
         return tuple(found for item, record in pairs for found in self._outcomes((item,), (record,), alone=True))
 
     def _step(self, items: Sequence[EncodeItem], records: Sequence[WorkerRequest]) -> tuple[Flag, ...]:
         """Launches the encode of these items and the checks of their features. Raises what the model and the device
-        raise."""
+        raise, and RequestAborted if the step is dropped meanwhile."""
+        self._check_needed()
         payloads = [record.pixels[item.digest] for item, record in zip(items, records, strict=True)]
         images = [record.request.images[item.image_index] for item, record in zip(items, records, strict=True)]
         slots = vision_slots(items, self._cache.block_size)
         inputs = vision_input(images, payloads, slots, self._device)
-        inputs = replace(inputs, checkpoint=self._gate.checkpoint, piece_rows=self._piece_rows)
+        inputs = replace(inputs, checkpoint=self._checkpoint, piece_rows=self._piece_rows)
         # Before the encode: the buffer that this is sent from is reusable once the copy is done.
         block_ids = self._device.send([item.block_ids.astype(np.int64) for item in items])
         num_patches = sum(item.num_patches for item in items)
@@ -193,6 +205,15 @@ class VisionLane:
         extremes = [self._extremes(item, blocks) for item, blocks in zip(items, block_ids, strict=True)]
         fetch = self._device.fetch((torch.isfinite(torch.stack(extremes)).all(dim=1),))
         return tuple(Flag(fetch, place) for place in range(len(items)))
+
+    def _checkpoint(self) -> None:
+        """Waits at the gate between two pieces. Raises RequestAborted if the step was dropped."""
+        self._gate.checkpoint()
+        self._check_needed()
+
+    def _check_needed(self) -> None:
+        if self._launching in self._dropped:
+            raise RequestAborted(DROPPED.message)
 
     def _extremes(self, item: EncodeItem, blocks: Tensor) -> Tensor:
         """Smallest and largest feature, [2]. Both are finite exactly if all features are."""
