@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import io
 import os
 import signal
 import sys
@@ -14,6 +15,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
     from hydra_engine.cli.parser import Parser
 
 _LOADING_THRESHOLD = 50_000
@@ -26,7 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         _prepare_process(given[0] if given else "")
     try:
-        return _run(given)
+        try:
+            return _run(given)
+        finally:
+            if argv is None and sys.stdout is not None:
+                sys.stdout.flush()  # at the interpreter's end the exit code is lost
     except KeyboardInterrupt:
         return 130
 
@@ -44,6 +51,35 @@ def _prepare_process(command: str) -> None:
     # and again while they are read and once more at the end: a quarter of the time of a short command.
     gc.set_threshold(_LOADING_THRESHOLD)
     atexit.register(_leave_to_the_system)
+    _replace_output()
+
+
+_CLOSED_PIPE = 128 + signal.SIGPIPE  # as a shell reports a program that the closed pipe has ended
+_LOST_OUTPUT = 4  # as ResourceError
+
+
+class _Output(io.FileIO):
+    """Standard output that ends the command if it cannot be written: without a word after a pipe's reader has gone, as
+    with `head`, else with one sentence."""
+
+    def write(self, data: ReadableBuffer) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            null = os.open(os.devnull, os.O_WRONLY)  # for what is still buffered
+            os.dup2(null, self.fileno())
+            os.close(null)
+            if isinstance(error, BrokenPipeError):
+                raise SystemExit(_CLOSED_PIPE) from None
+            reason = (error.strerror or "no reason given").lower()
+            sys.stderr.write(f"hydra-engine: standard output cannot be written: {reason}\n")
+            raise SystemExit(_LOST_OUTPUT) from None
+
+
+def _replace_output() -> None:
+    if (old := sys.stdout) is not None:  # Python has none where the descriptor was closed
+        raw = io.BufferedWriter(_Output(old.fileno(), "wb", closefd=False))
+        sys.stdout = io.TextIOWrapper(raw, old.encoding, old.errors, line_buffering=old.isatty())
 
 
 def _end_at_once(number: int, _frame: object) -> NoReturn:
@@ -63,6 +99,7 @@ def _run(given: list[str]) -> int:
     from hydra_engine.cli.commands import build_parser, command_of, runner, unknown_command
 
     given = _with_help(given)
+    _refuse_flag_without_command(given[0])
     asked = next((command_of(word) for word in given if not word.startswith("-")), None)
     parser, commands = build_parser(only=asked or "")
     if asked is None and not given[0].startswith("-"):
@@ -79,6 +116,22 @@ def _run(given: list[str]) -> int:
     except HydraError as error:
         sys.stderr.write(f"hydra-engine: {error.message}\n")
         return error.exit_code
+
+
+def _refuse_flag_without_command(first: str) -> None:
+    """Ends with an error if `first` is a flag, other than those of the help and the version."""
+    flag = first.partition("=")[0]
+    if not flag.startswith("-") or flag in ("-h", "--help", "--version"):
+        return
+    from hydra_engine.cli.commands import build_parser
+    from hydra_engine.config.other_engines import unknown_name
+
+    parser, commands = build_parser(only="serve")
+    known = commands["serve"].flags()
+    if (flag := flag.replace("_", "-")) in known:
+        parser.error(f"a command is missing, as in `hydra-engine serve {flag[:60]} ...`")
+    sentence = unknown_name(flag.lstrip("-"), (name[2:] for name in known), flag[:60], lambda name: f"--{name}")
+    parser.error(f"{sentence}; a command comes first, as in `hydra-engine serve demo`")
 
 
 def _with_help(given: list[str]) -> list[str]:
@@ -124,13 +177,11 @@ def _without_switches(extra: Sequence[str]) -> list[str]:
 def _refuse(parser: Parser, extra: Sequence[str]) -> NoReturn:
     """Ends with an error that names the unknown argument and its nearest name."""
     from hydra_engine.cli.parser import unknown_flags
-    from hydra_engine.config.other_engines import unknown_name
 
     names = unknown_flags(extra)
-    known = [flag.removeprefix("--") for flag in parser.flags()]
     if not names:
         parser.error(f"{extra[0][:60]!r} is one argument too many")
-    parser.error(unknown_name(names[0].lstrip("-"), known, names[0][:60], lambda name: f"--{name}"))
+    parser.refuse_flag(names[0])
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from hydra_engine import __version__
 from hydra_engine.cli.parser import Parser
+from hydra_engine.config.other_engines import command_instead
 from hydra_engine.entry_points import load_entry_points
 
 
@@ -58,6 +59,8 @@ def command_of(word: str) -> str | None:
 
 def unknown_command(word: str) -> str:
     """The error message for a command that does not exist."""
+    if (hint := command_instead(word)) is not None:
+        return f"{word!r} is not a command here: {hint}"
     names = [*_all(), *_ALIASES]
     begins = [name for name in names if word and name.startswith(word)]
     near = begins or difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.6)
@@ -73,12 +76,13 @@ def build_parser(only: str | None = None) -> tuple[Parser, dict[str, Parser]]:
     """Builds the parser, and the commands' parsers by name and alias; with `only`, other commands have no options."""
     parser = Parser(
         prog="hydra-engine",
+        usage="%(prog)s COMMAND [options]",
         description="An inference engine for vision-language models on one node.",
         epilog="Start here: `hydra-engine demo`, then `hydra-engine serve demo`. "
         "`hydra-engine COMMAND --help` explains one command.",
     )
     parser.add_argument("--version", action="version", version=f"hydra-engine {__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, prog=parser.prog)
     parsers: dict[str, Parser] = {}
     for name, listed in (_OWN if only in _OWN else _all()).items():
         aliases = [alias for alias, target in _ALIASES.items() if target == name]

@@ -1,17 +1,19 @@
 """An argparse parser in which `--help PART` finds flags by a part of their name, names may have underscores but no
-abbreviations, and an error is one sentence instead of a page of usage.
+abbreviations, the usage is one line, and an error is one sentence instead of a page of usage.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 _MAX_WIDTH = 100
+_WORD = re.compile(r"-[a-zA-Z][\w-]+")
 
 
 class Formatter(argparse.HelpFormatter):
@@ -19,11 +21,22 @@ class Formatter(argparse.HelpFormatter):
         width = min(shutil.get_terminal_size((_MAX_WIDTH, 24)).columns - 2, _MAX_WIDTH)
         super().__init__(prog, max_help_position=30, width=width)
 
+    def add_usage(
+        self, usage: str | None, actions: Iterable[argparse.Action], groups: Iterable[Any], prefix: str | None = None
+    ) -> None:
+        """Shows the arguments with a place; flags have their own lines below."""
+        if usage is None:
+            places = [action for action in actions if not action.option_strings and action.help != argparse.SUPPRESS]
+            metavars = (self._format_args(place, place.dest) for place in places)
+            usage = " ".join(("%(prog)s", *metavars, "[options]"))
+        super().add_usage(usage, actions, groups, prefix)
+
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        """Shows a switch as `--x, --no-...`."""
+        """Shows a switch as `--x, --no-x`, and both spellings of the help."""
         if isinstance(action, argparse.BooleanOptionalAction):
-            return f"{action.option_strings[0]}, --no-..."
-        return super()._format_action_invocation(action)
+            return ", ".join(action.option_strings)
+        text = super()._format_action_invocation(action)
+        return f"-h, {text}" if isinstance(action, _Help) else text
 
 
 class Parser(argparse.ArgumentParser):
@@ -31,8 +44,9 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **keywords: Any) -> None:
         super().__init__(**(keywords | {"allow_abbrev": False, "add_help": False, "formatter_class": Formatter}))
+        self.add_argument("-h", action=_Help, nargs=0, help=argparse.SUPPRESS)
         self.add_argument(
-            "-h", "--help", action=_Help, nargs="?", metavar="PART", help="this text, or flags with PART in their name"
+            "--help", action=_Help, nargs="?", metavar="PART", help="this text, or flags with PART in their name"
         )
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -40,7 +54,27 @@ class Parser(argparse.ArgumentParser):
         given = list(sys.argv[1:] if args is None else args)
         if not any(action.nargs == argparse.REMAINDER for action in self._actions) and self._subparsers is None:
             given = [_dashed(argument) for argument in given]
+            self._refuse_other_words(given)
         return super().parse_known_args(given, namespace)
+
+    def _refuse_other_words(self, given: Sequence[str]) -> None:
+        """Ends with an error for a word with one dash, such as llama.cpp's `-hf`, which argparse reads as `-h` and the
+        value `f`. Other names of one letter may have a value behind them (`-oFILE`)."""
+        from hydra_engine.config.other_engines import replacement_for
+
+        for argument in given:
+            name = argument.partition("=")[0]
+            if argument == "--":
+                return
+            if _WORD.fullmatch(name) and (name[1] == "h" or replacement_for(name[1:]) is not None):
+                self.refuse_flag(name)
+
+    def refuse_flag(self, name: str) -> NoReturn:
+        """Ends with an error that names the flag and what to write instead, if anything is near."""
+        from hydra_engine.config.other_engines import unknown_name
+
+        known = [flag.removeprefix("--") for flag in self.flags()]
+        self.error(unknown_name(name.lstrip("-"), known, name[:60], lambda near: f"--{near}"))
 
     def error(self, message: str) -> NoReturn:
         find = ", or `--help PART` to find a flag" if self._subparsers is None else ""

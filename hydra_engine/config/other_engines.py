@@ -1,4 +1,5 @@
-"""Options of vLLM, SGLang and llama.cpp that do not exist here or mean something else, and their replacements.
+"""Options of vLLM, SGLang and llama.cpp and commands of Ollama that do not exist here or mean something else, and their
+replacements.
 
 Options with the same meaning are aliases in the configuration classes.
 """
@@ -17,7 +18,10 @@ _INSTEAD: dict[str, tuple[str, ...]] = {
     _CONTEXT: ("c", "ctx-size", "context-length", "max-seq-len"),
     "name the model as MODEL or with --model": ("m", "model-path"),
     "the demo's questions are about its own model; `hydra-engine generate` takes others": ("model",),
-    "a Hugging Face name is given as MODEL": ("hf-repo", "hf-file"),
+    "a Hugging Face name is MODEL, as in `hydra-engine serve ORG/REPO-GGUF:Q4_K_M --download`": (
+        *("hf", "hfr", "hff", "hf-repo", "hf-file"),
+    ),
+    "ask with `hydra-engine generate PROMPT`": ("p", "prompt"),
     "give --max-num-seqs, how many requests run at once": ("np", "parallel", "max-running-requests"),
     "give --token-budget, how many tokens one step takes": (
         *("b", "ub", "batch-size", "ubatch-size", "chunked-prefill-size", "max-prefill-tokens"),
@@ -99,12 +103,35 @@ _ANYWAY: dict[str, tuple[str, ...]] = {
     "GET /load always answers": ("enable-server-load-tracking",),
     "every answer has its X-Request-Id": ("enable-request-id-headers",),
 }
+# Commands of Ollama, vLLM, SGLang and llama.cpp.
+_COMMANDS: dict[str, tuple[str, ...]] = {
+    "write `hydra-engine serve MODEL`": ("llama-server", "launch-server", "api-server", "start", "launch"),
+    "`hydra-engine generate PROMPT` answers one prompt": ("complete", "llama-cli", "llama-mtmd-cli", "llama-run"),
+    "`hydra-engine quantize MODEL OUT` writes a checkpoint in 8 or 4 bits": ("llama-quantize",),
+    "`hydra-engine profile MODEL` measures the steps of a model": ("llama-bench", "benchmark"),
+    "`hydra-engine doctor` describes this machine": ("collect-env",),
+    "every server is a process of its own, which `curl http://127.0.0.1:8000/v1/models` asks for its model": ("ps",),
+    "Ctrl-C or SIGTERM ends a server": ("stop", "unload"),
+    "`hydra-engine memory MODEL` prints what a model takes": ("show", "info"),
+    "delete the model's folder, or with `hf cache rm model/ORG/NAME` what was downloaded": ("rm", "delete", "remove"),
+    "a model is a folder or a GGUF file; --chat-template and --override-generation-config change how it answers": (
+        "create",
+    ),
+    "a model is a folder or a GGUF file, which you can copy": ("cp", "copy"),
+    "`hf upload` publishes a model's folder": ("push", "upload"),
+}
 _BY_NAME = {name: reason for reason, names in _INSTEAD.items() for name in names}
 
 
 def replacement_for(name: str) -> str | None:
     """The replacement of another engine's option, None for an unknown one; `name` has no leading dashes."""
     return _BY_NAME.get(name) or _anyway(name)
+
+
+def command_instead(word: str) -> str | None:
+    """Hint for another engine's command; None for an unknown one."""
+    plain = word.replace("_", "-").lower()
+    return next((hint for hint, words in _COMMANDS.items() if plain in words), None)
 
 
 def reason_ignored(name: str, value: object = True) -> str | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import re
 import resource
 import signal
 import subprocess
@@ -13,9 +15,9 @@ import pytest
 
 from hydra_engine.__main__ import main
 from hydra_engine.backend.devices import probe
-from hydra_engine.cli import other_engines, serve
+from hydra_engine.cli import serve
 from hydra_engine.cli.commands import build_parser
-from hydra_engine.config import EngineConfig, ServerConfig
+from hydra_engine.config import EngineConfig, ServerConfig, other_engines
 from hydra_engine.frontend.frontend import Frontend
 from tests.cli.conftest import Here
 from tests.models.specs.test_model_files import text as gguf_text
@@ -194,6 +196,26 @@ def test_flags_are_looked_for_where_they_are(here: Here) -> None:
     assert found.returncode == 2 and found.stdout.endswith(
         "; commands have flags, try `hydra-engine serve --help port`.\n"
     )
+    switch = here("serve", "--help", "prefetch").stdout
+    assert "  --prefetch-features, --no-prefetch-features\n" in switch
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (("--bogus",), "--bogus is not an option; a command comes first, as in `hydra-engine serve demo`"),
+        (("--model", "demo"), "a command is missing, as in `hydra-engine serve --model ...`"),
+        (("--max_num_seqs=3", "serve"), "a command is missing, as in `hydra-engine serve --max-num-seqs ...`"),
+        (("-m", "x.gguf"), "-m is not an option here: name the model as MODEL or with --model; a command comes first"),
+        (("ps",), "'ps' is not a command here: every server is a process of its own"),
+        (("launch_server", "--port", "1"), "'launch_server' is not a command here: write `hydra-engine serve MODEL`"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_is_no_command_is_told_what_to_write(typed: tuple[str, ...], said: str, here: Here) -> None:
+    done = here(*typed)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith(f"hydra-engine: {said}") and len(done.stderr.splitlines()) == 2
 
 
 def test_help_of_a_command_has_three_spellings(here: Here) -> None:
@@ -202,7 +224,8 @@ def test_help_of_a_command_has_three_spellings(here: Here) -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "meant"), [("srve", "serve"), ("server", "serve"), ("run", "run-batch"), ("Chat", "chat"), ("zzz", "")]
+    ("typed", "meant"),
+    [("srve", "serve"), ("server", "serve"), ("run-bath", "run-batch"), ("Chat", "chat"), ("zzz", "")],
 )
 def test_a_mistyped_command_is_told_which_was_meant(typed: str, meant: str, here: Here) -> None:
     for words in ((typed, "--port", "1"), ("help", typed)):
@@ -215,6 +238,12 @@ def test_a_mistyped_command_is_told_which_was_meant(typed: str, meant: str, here
 @pytest.mark.parametrize(
     ("typed", "instead"),
     [
+        (
+            ("serve", "-hf", "org/name-GGUF"),
+            "-hf is not an option here: a Hugging Face name is MODEL, as in `hydra-eng",
+        ),
+        (("serve", "-h8"), "-h8 is not an option"),
+        (("generate", "x", "-p", "y"), "-p is not an option here: ask with `hydra-engine generate PROMPT`"),
         (("serve", "demo", "-c", "4096"), "-c is not an option here: give --max-model-len"),
         (("serve", "demo", "--ctx-size=4096"), "--ctx-size is not an option here: give --max-model-len"),
         (("serve", "--context_length", "4096"), "--context-length is not an option here: give --max-model-len"),
@@ -273,6 +302,11 @@ def test_what_is_told_to_give_instead_is_an_option() -> None:
     assert len(set(names)) == len(names)
     serve = {flag.removeprefix("--") for flag in commands["serve"].flags()}
     assert not set(names) - {"model"} & serve
+    hints, others = other_engines._COMMANDS, [*other_engines._COMMANDS.values()]
+    written = {
+        name for hint in (*hints, *other_engines._INSTEAD) for name in re.findall(r"hydra-engine ([\w-]+)", hint)
+    }
+    assert written and written <= set(commands) and not written & {word for words in others for word in words}
 
 
 def test_a_model_is_named_in_its_place_or_with_a_flag(here: Here) -> None:
@@ -307,10 +341,47 @@ def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> No
             text = capsys.readouterr().out
             assert ended.value.code in (0, None) and text.startswith("usage: hydra-engine"), command
             assert max(map(len, text.splitlines())) <= 100
+            assert len(text.split("\n\n")[0].splitlines()) == 1, command
 
 
 def test_sizes_in_bytes_are_told_in_mib_too(here: Here) -> None:
     assert "(default: 20971520, 20 MiB)" in " ".join(here("serve", "--help", "max-image-bytes").stdout.split())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("config",),
+        *(pytest.param(words, marks=pytest.mark.slow) for words in (("--help",), ("doctor",), ("completion", "zsh"))),
+    ],
+    ids=" ".join,
+)
+def test_a_closed_pipe_ends_a_command_without_a_word(command: tuple[str, ...]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    line = [sys.executable, "-m", "hydra_engine", *command]
+    done = subprocess.run(line, stdout=writing, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=60)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.slow
+def test_an_answer_that_nobody_reads_ends() -> None:
+    line = [sys.executable, "-m", "hydra_engine", "generate", "Tell me a story.", "--temperature", "2"]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.wait(60) == 141 and process.stderr.read() == ""
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_sentence() -> None:
+    with open("/dev/full", "wb") as full:
+        line = [sys.executable, "-m", "hydra_engine", "config"]
+        done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=60)
+    sentence = "hydra-engine: standard output cannot be written: no space left on device\n"
+    assert (done.returncode, done.stderr) == (4, sentence)
 
 
 def test_help_loads_no_torch() -> None:
