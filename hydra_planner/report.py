@@ -15,16 +15,17 @@ from hydra_planner.search.rows import Row
 from hydra_planner.workload.file import WorkloadRequest
 
 _SHOWN = 24  # rows of the table
+_PRICE = 9  # the column of prices
 
 
-def plan_lines(plan: Plan, question: Question, model: str, seconds: float) -> list[str]:
-    """`model`: as the user wrote it; `seconds`: that the plan took."""
+def plan_lines(plan: Plan, question: Question, given: Sequence[str], seconds: float) -> list[str]:
+    """`given`: the words of `serve` that the user wrote, the model first; `seconds`: that the plan took."""
     return [
-        *_head(plan, question, model),
+        *_head(plan, question, given[0]),
         "",
         *_table(plan),
         "",
-        *_verdict(plan, question, model),
+        *_verdict(plan, question, given),
         f"{plan.points} loads with {plan.tokens / 1e6:.2f} million tokens were simulated in {seconds:.0f} s.",
     ]
 
@@ -50,24 +51,22 @@ def _head(plan: Plan, question: Question, model: str) -> Iterator[str]:
             f"work        of a request on {name}: encode {1e3 * encode_s:.3g} ms, prefill {1e3 * prefill_s:.3g} ms, "
             f"decode {1e3 * decode_s:.3g} ms in full batches"
         )
-    yield f"limits      TTFT {_time(limits.ttft_s)}, TPOT {_time(limits.tpot_limit_s)}, for {SHARE:.0%} of the requests"
+    yield (
+        f"limits      TTFT {1e3 * limits.ttft_s:g} ms, TPOT {1e3 * limits.tpot_limit_s:g} ms, for {SHARE:.0%} of "
+        "the requests"
+    )
 
 
 def _table(plan: Plan) -> Iterator[str]:
     offline = plan.objective == "offline"
-    titles = [
-        "topology",
-        "estimate",
-        "last answer" if offline else "goodput",
-        "within",
-        "TTFT p50",
-        "p90",
-        "TPOT p50",
-        "p90",
-    ]
-    titles += ["tokens/s", "$/h", "why not"]
-    cells = [titles] + [_cells(row, offline=offline) for row in plan.rows[:_SHOWN]]
-    widths = [max(len(row[place]) for row in cells) for place in range(len(titles))]
+    result = ("last answer", "") if offline else ("goodput", "requests/s")
+    columns = [("topology", ""), ("estimate", "requests/s"), result, ("within", "limits")]
+    columns += [("TTFT p50", "ms"), ("p90", "ms"), ("TPOT p50", "ms"), ("p90", "ms"), ("tokens/s", "")]
+    columns += [("price", "$/h"), ("why not", "")]
+    cells = [*zip(*columns, strict=True), *(_cells(row, offline=offline) for row in plan.rows[:_SHOWN])]
+    if all(row.hour_price is None for row in plan.rows[:_SHOWN]):
+        cells = [[*row[:_PRICE], *row[_PRICE + 1 :]] for row in cells]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
         padded = [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:-1], widths[1:-1], strict=True)), row[-1]]
         yield "  " + "  ".join(padded).rstrip()
@@ -101,7 +100,7 @@ def _goodput(row: Row) -> str:
     return f"{row.goodput:.3g}" + ("" if row.uncertainty is None else f" ± {row.uncertainty:.2g}")
 
 
-def _verdict(plan: Plan, question: Question, model: str) -> Iterator[str]:
+def _verdict(plan: Plan, question: Question, given: Sequence[str]) -> Iterator[str]:
     best = plan.best
     limits = ", ".join(
         f"{one.role}: {one.token_budget} tokens a step, {one.max_num_seqs} requests at once, "
@@ -116,7 +115,7 @@ def _verdict(plan: Plan, question: Question, model: str) -> Iterator[str]:
         yield f"            {each:.3g} tokens/s per $1,000"
     if best.point is not None and best.hour_price and best.point.tokens_per_s:
         yield f"            ${best.hour_price / best.point.tokens_per_s / 3600 * 1e6:.3g} for a million tokens"
-    yield f"to start    hydra-engine serve {model} {' '.join(serve_flags(plan, question))}"
+    yield f"to start    hydra-engine serve {' '.join([*given, *serve_flags(plan, question)])}"
 
 
 def serve_flags(plan: Plan, question: Question) -> list[str]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from hydra_engine import log
 from hydra_engine.cli.options import add_all_options, add_model_argument
 from hydra_engine.cli.sources import read_settings
 from hydra_engine.config import EngineConfig, ServerConfig
+from hydra_engine.config.options import MEDIA_LIMITS, all_options
 from hydra_engine.errors import ConfigError
 from hydra_engine.preprocess.model_files import find_model_files
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:  # `--help` needs none
 
 _TTFT_S, _TPOT_S = 1.0, 0.05  # default limits
 _REQUESTS = 400  # of a workload given by name
+_DECIDED = frozenset({"topology", "ttft_slo", "tpot_slo", "decode_workers"})  # by the plan's own flags
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -88,12 +91,30 @@ def run(arguments: argparse.Namespace) -> int:
     began_s = time.monotonic()
     plan = make_plan(question, effort, _progress(), arguments.objective, arguments.rate, _only(arguments, question))
     seconds = time.monotonic() - began_s
-    lines = plan_lines(plan, question, config.model, seconds)
+    lines = plan_lines(plan, question, [config.model, *_given_flags(arguments, plan)], seconds)
     if arguments.explain:
         lines += ["", *explain_lines(plan, question)]
     sys.stdout.write("\n".join(lines) + "\n")
     _write(arguments, plan, f"{config.model_name} on {arguments.devices} devices, {arguments.workload}")
     return _launch(plan, question, settings.server()) if arguments.launch else 0
+
+
+def _given_flags(arguments: argparse.Namespace, plan: Plan) -> Iterator[str]:
+    """Yields the user's flags that `serve` needs too, quoted for a shell. Those that the plan decides are left out;
+    secrets are not repeated."""
+    decided = _DECIDED | {setting.field for setting in plan.best.settings}
+    for option in all_options():
+        value = getattr(arguments, option.field, None)
+        if value is None or option.positional or option.field in decided:
+            continue
+        if option.kind is bool:
+            yield f"--{'' if value else 'no-'}{option.name}"
+        else:
+            for text in ["..."] if option.secret else value if isinstance(value, list) else [value]:
+                yield f"{option.flag} {shlex.quote(text)}"
+    for name in ("config", MEDIA_LIMITS):
+        if (text := getattr(arguments, name.replace("-", "_"))) is not None:
+            yield f"--{name} {shlex.quote(text)}"
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -100,6 +102,23 @@ def test_devices_are_of_several_kinds_or_like_this_machine(profile: Path) -> Non
     assert one.on_processor and [*several] == ["cuda:0", "cuda:1", "cuda:2"]
     with pytest.raises(ConfigError, match="write --devices 8"):
         devices_of("8xH200", profile, config, spec)
+
+
+def test_the_command_to_start_has_the_flags_that_were_given_and_that_the_plan_does_not_decide() -> None:
+    parser = argparse.ArgumentParser()
+    command.add_options(parser)
+    arguments = parser.parse_args(
+        [
+            *("qwen2.5-vl-7b", "--load-format", "random", "--workload", "pope", "--tpot-slo", "40ms"),
+            *("--no-prefix-caching", "--served-model-name", "my model", "--api-key", "secret", "--token-budget", "64"),
+            *("--config", "c.yaml", "--limit-mm-per-prompt", '{"image": 2}', "--topology", "EPD"),
+        ]
+    )
+    plan: Any = SimpleNamespace(best=SimpleNamespace(settings=(Setting("scheduler", "token_budget", 128),)))
+    assert set(command._given_flags(arguments, plan)) == {
+        *("--load-format random", "--no-prefix-caching", "--served-model-name 'my model'", "--api-key ..."),
+        *("--config c.yaml", """--limit-mm-per-prompt '{"image": 2}'"""),
+    }
 
 
 def test_what_is_launched_is_the_winner_with_its_settings(monkeypatch: pytest.MonkeyPatch, profile: Path) -> None:

@@ -356,8 +356,15 @@ def test_a_plan_names_a_winner_and_says_why_the_others_lost() -> None:
     assert not best.reason and all(row.reason for row in plan.rows[1:])
     assert len({(row.topology, row.settings) for row in plan.rows}) == len(plan.rows)
     assert Topology.parse(best.topology).served == EPD
-    lines = plan_lines(plan, question(), "demo", 1.0)
-    assert any(line.startswith("to start    hydra-engine serve demo --topology") for line in lines)
+    lines = plan_lines(plan, question(), ["demo", "--load-format random"], 1.0)
+    assert any(line.startswith("to start    hydra-engine serve demo --load-format random --topology") for line in lines)
+    assert "limits      TTFT 1000 ms, TPOT 50 ms, for 90% of the requests" in lines
+    titles, units = lines[(at := lines.index("") + 1) : at + 2]
+    for title, unit in (("TTFT p50", "ms"), ("TPOT p50", "ms"), ("goodput", "requests/s"), ("price", "$/h")):
+        assert units[: titles.index(title) + len(title)].endswith(unit), units
+    unpriced = msgspec.structs.replace(plan, rows=[msgspec.structs.replace(row, hour_price=None) for row in plan.rows])
+    bare = plan_lines(unpriced, question(), ["demo"], 1.0)
+    assert not any("$/h" in line or "price" in line for line in bare)
     assert any("rho" in line for line in explain_lines(plan, question()))
 
 
