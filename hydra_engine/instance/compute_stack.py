@@ -232,15 +232,17 @@ def _not_deterministic(spec: ModelSpec) -> ConfigError:
 def _first_plan(
     make: Callable[[], CachePlan], config: EngineConfig, spec: ModelSpec, backend: Backend, role: Role
 ) -> CachePlan:
-    """Calls `make` for the memory plan before the weights are opened. Raises its ResourceError or, if the checkpoint
-    has fewer layers than its config.json, the CheckpointError that says so: memory is then not the problem. Random
-    weights have no checkpoint to look at."""
+    """Calls `make` for the memory plan before the weights are opened. Raises its ResourceError, which also says if the
+    weights cannot be opened, or, if the checkpoint has fewer layers than its config.json, the CheckpointError that says
+    so: memory is then not the problem. Random weights have no checkpoint to look at."""
     try:
         return make()
-    except ResourceError:
-        if config.load_format != "random":
-            check_layers(config.model_path, spec, backend, role)
-        raise
+    except ResourceError as error:
+        if config.load_format == "random":
+            raise
+        if (unopened := check_layers(config.model_path, spec, backend, role)) is None:
+            raise
+        raise error.with_message(f"{error.message}; besides, {unopened.message}") from unopened
 
 
 def _nothing() -> None:

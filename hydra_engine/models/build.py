@@ -69,18 +69,19 @@ def build_model(
     return VisionLanguageModel(ops, demands, vision=vision, decoder=decoder)
 
 
-def check_layers(model_dir: Path, spec: ModelSpec, backend: Backend, role: Role) -> None:
-    """Raises CheckpointError if config.json has more layers than the weights. Reads headers only. Weights that cannot
-    be opened are ignored here: loading them raises the error."""
+def check_layers(model_dir: Path, spec: ModelSpec, backend: Backend, role: Role) -> CheckpointError | None:
+    """Raises CheckpointError if config.json has more layers than the weights. Reads headers only. Returns the error of
+    weights that cannot be opened, which loading them would raise."""
     if (other := _other_implementation(spec)) is not None:
         other.check_layers(model_dir, spec)
-        return
+        return None
     try:
         checkpoint = _open_checkpoint(model_dir, spec)
-    except CheckpointError:
-        return
+    except CheckpointError as error:
+        return error
     with checkpoint:
         build_model(spec, backend.ops, backend.dtype, role, held=checkpoint.entries)
+    return None
 
 
 def _other_implementation(spec: ModelSpec) -> ModelImplementation | None:

@@ -149,12 +149,42 @@ def test_weights_that_do_not_fit_come_first(here: Here) -> None:
     told = refused(here, "--memory", "8")
     assert told == (
         "epd0 would not fit into --memory 8: weights 15.4 GiB > 8 GiB for instance role EPD; "
-        "free memory or take a smaller model"
+        "free memory or take a smaller model; it fits with --quantization int4 (weights 6.2 GiB) and "
+        "--kv-cache-dtype int8"
     )
     # On a processor matrices stay as the checkpoint has them, a GPU widens them.
     assert "weights 15.4 GiB > 8 GiB" in refused(here, "--memory", "8", "--dtype", "float32")
     on_gpu = "--dtype", "float32", "--topology", "EPD@cuda:0"
     assert "weights 30.9 GiB" in (told := refused(here, "--memory", "8", *on_gpu)) and "take a smaller --dtype" in told
+
+
+@pytest.mark.parametrize(
+    ("given", "remedies"),
+    [
+        (("--memory", "12"), ["--quantization int8 (weights 8.9 GiB)", "--quantization int4 (weights 6.2 GiB)"]),
+        (("--memory", "9"), ["--quantization int4 (weights 6.2 GiB)"]),
+        (
+            ("--memory", "7"),
+            ["--quantization int4 (weights 6.2 GiB) and --kv-cache-dtype int8 and --max-model-len 2048"],
+        ),
+        (("--memory", "9.5", "--quantization", "int8"), ["--quantization int4 (weights 6.2 GiB)"]),
+        (("--memory", "11.6", "--topology", "EPD@cuda:0", "--quantization", "int4"), ["--kv-cache-dtype int8"]),
+        (("--memory", "6"), []),
+        (
+            ("--memory", "12", "--topology", "EPD@cuda:0"),
+            ["--quantization int4 (weights 6.2 GiB) and --kv-cache-dtype int8"],
+        ),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_what_makes_a_model_fit_is_named_and_makes_it_fit(
+    given: tuple[str, ...], remedies: list[str], here: Here
+) -> None:
+    told = refused(here, *given)
+    assert told.partition("; it fits with ")[2].partition(", or")[0] == " or with ".join(remedies)
+    for remedy in remedies:
+        words = re.sub(r" \(.*?\)| and", "", remedy).split()
+        assert here("memory", *QWEN, *given, *words).returncode == 0
 
 
 def test_what_steps_take_of_a_gpu_comes_with_the_weights(here: Here) -> None:

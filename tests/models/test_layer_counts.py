@@ -193,6 +193,10 @@ def test_memory_for_layers_that_are_not_there_is_not_asked_for(checkpoint: Check
     edit(directory, "", num_hidden_layers=MOST, hidden_size=1 << 14, intermediate_size=1 << 20)
     with pytest.raises(CheckpointError, match="names 1024 layers"):
         Engine(str(directory), device="cpu", progress=False)
+    (directory / "model.safetensors").unlink()
+    missing = "> .*; besides, the model directory has neither model.safetensors nor .*--load-format random draws"
+    with pytest.raises(ResourceError, match=missing):
+        Engine(str(directory), device="cpu", progress=False)
 
 
 def test_drawn_weights_have_as_many_layers_as_the_config(checkpoint: CheckpointFactory, reference: Backend) -> None:

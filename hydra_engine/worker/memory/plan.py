@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.instances import Role
 from hydra_engine.core.units import GIB, size
 from hydra_engine.errors import ConfigError, ResourceError
 from hydra_engine.models.specs.base import ModelSpec, VisionSpec
+from hydra_engine.models.specs.quantization import at_load
+from hydra_engine.models.specs.registry import FAMILIES
 from hydra_engine.worker.memory.working import NOT_COUNTED, WorkingMemory, estimate
 
 _NAMES = {"kv": "KV cache", "image": "image cache"}
@@ -197,18 +200,58 @@ def plan_memory(
             break
         made = other
     if isinstance(made, ResourceError):
+        fitting = partial(_fitting, needs, free_bytes, shares, filling, total_bytes)
+        made = _plan_or_refusal(needs, free_bytes, shares, filling, total_bytes, fitting)
+    if isinstance(made, ResourceError):
         raise made
     return made
 
 
 def _plan_or_refusal(
-    needs: Needs, free_bytes: int, shares: int, filling: Filling | None, total_bytes: int
+    needs: Needs,
+    free_bytes: int,
+    shares: int,
+    filling: Filling | None,
+    total_bytes: int,
+    fitting: Callable[[], Sequence[str]] = tuple,
 ) -> CachePlan | ResourceError:
     """The plan, or the error that there is no room for it."""
     try:
-        return _plan(needs, free_bytes, shares, filling, total_bytes)
+        return _plan(needs, free_bytes, shares, filling, total_bytes, fitting)
     except ResourceError as error:
         return error
+
+
+def _fitting(needs: Needs, free_bytes: int, shares: int, filling: Filling | None, total_bytes: int) -> Sequence[str]:
+    """Flags with which the instance has room; empty if there are none."""
+    filling = None if filling is None else replace(filling, weights_bytes=None)  # not those that are loaded
+    for smaller in _smaller(needs):
+        plans = {n: _plan_or_refusal(other, free_bytes, shares, filling, total_bytes) for n, other in smaller.items()}
+        if fitting := [name for name, plan in plans.items() if isinstance(plan, CachePlan)]:
+            return fitting
+    return ()
+
+
+def _smaller(needs: Needs) -> Iterator[dict[str, Needs]]:
+    """Yields needs with fewer bits, by their flags: first for weights or for keys and values, then for both, at last
+    with short requests too. Nothing for what the model or its checkpoint refuses."""
+    spec, cache = needs.spec, needs.config.cache
+    if spec.family not in FAMILIES or not needs.role.needs_language:
+        return
+    weights, stored = dict[str, Needs](), spec.at_load or spec.quantization
+    if stored is None or not stored.stays_quantized or stored == at_load("int8"):
+        for name in ("int8", "int4"):
+            other = replace(needs, spec=replace(spec, at_load=at_load(name)))
+            weights[f"--quantization {name} (weights {size(sum(other.weights))})"] = other
+    if cache.kv_cache_dtype == "int8" or needs.config.attention_backend == "flashinfer":
+        yield weights
+        return
+    flag, config = "--kv-cache-dtype int8", replace(needs.config, cache=replace(cache, kv_cache_dtype="int8"))
+    yield weights | {flag: replace(needs, config=config)}
+    yield {f"{name} and {flag}": replace(other, config=config) for name, other in weights.items()}
+    if (config.max_model_len or spec.max_model_len) > TYPICAL_TOKENS:
+        flag, config = f"{flag} and --max-model-len {TYPICAL_TOKENS}", replace(config, max_model_len=TYPICAL_TOKENS)
+        yield {f"{name} and {flag}": replace(other, config=config) for name, other in weights.items()}
 
 
 def _left_out(captured_tokens: int) -> str:
@@ -217,12 +260,20 @@ def _left_out(captured_tokens: int) -> str:
     return f"graphs: {steps} are launched op by op, theirs have no room beside weights and caches"
 
 
-def _plan(needs: Needs, free_bytes: int, shares: int, filling: Filling | None, total_bytes: int) -> CachePlan:
-    """Plans the caches with the graphs that `filling` has; parameters and errors as in `plan_memory`."""
+def _plan(
+    needs: Needs,
+    free_bytes: int,
+    shares: int,
+    filling: Filling | None,
+    total_bytes: int,
+    fitting: Callable[[], Sequence[str]],
+) -> CachePlan:
+    """Plans the caches with the graphs that `filling` has; parameters and errors as in `plan_memory`. `fitting`: for
+    the error, flags with which there is room."""
     spec, role, config, dtype_bytes = needs.spec, needs.role, needs.config, needs.dtype_bytes
     reasons = list[str]()
     weights_bytes = sum(needs.weights)
-    device = DevicePart(spec, role, dtype_bytes, shares, filling is not None)
+    device = DevicePart(spec, role, dtype_bytes, shares, filling is not None, fitting)
     if filling is None:
         part_bytes, beside_bytes, working = _divided(free_bytes, shares, reasons), 0, NOT_COUNTED
     else:
@@ -462,13 +513,14 @@ class CacheSize:
 @dataclass(frozen=True, slots=True)
 class DevicePart:
     """An instance's part of a device. `filled`: a GPU's, whose memory caches fill. `shares`: instances on the
-    device."""
+    device. `fitting`: flags with which the instance has room."""
 
     spec: ModelSpec
     role: Role
     dtype_bytes: int
     shares: int
     filled: bool
+    fitting: Callable[[], Sequence[str]]
 
     def more_room(self) -> str:
         """Advice on how to give caches more memory. Lower budgets make the largest steps smaller."""
@@ -481,7 +533,8 @@ class DevicePart:
         if self.dtype_bytes > 2:
             ways.append("take a smaller --dtype")
         ways.append("put fewer instances on the device with --topology" if self.shares > 1 else "take a smaller model")
-        return f"{', '.join(ways[:-1])} or {ways[-1]}"
+        fits = f"; it fits with {' or with '.join(fitting)}" if (fitting := self.fitting()) else ""
+        return f"{', '.join(ways[:-1])} or {ways[-1]}{fits}"
 
 
 def typed_gib(num_bytes: int) -> str:
