@@ -15,6 +15,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
+
 from hydra_engine import log
 from hydra_engine.cli.options import GivenOnce, add_engine_options
 from hydra_engine.cli.sources import read_settings
@@ -25,6 +27,7 @@ from hydra_engine.preprocess.model_files import find_model_files
 
 _SERVER_OPTIONS = frozenset({"served_model_name", "tool_parser", "reasoning_parser", "max_body_bytes"})
 _STANDARD = "-"
+_EXAMPLE = '{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": .., "messages": ..}}'
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -64,8 +67,9 @@ def run(arguments: argparse.Namespace) -> int:
         source = _opened(arguments.input, "rb", files)
         if arguments.output != _STANDARD and _is_same(arguments.input, arguments.output):
             raise ConfigError("the file of answers must not be the file of requests")
+        num_lines = _count(source)
         target = _opened(arguments.output, "wb", files)
-        return asyncio.run(_answer_all(config, server, source, target, concurrency))
+        return asyncio.run(_answer_all(config, server, source, target, concurrency, num_lines))
 
 
 def _default_concurrency(config: EngineConfig) -> int:
@@ -80,7 +84,12 @@ def _default_concurrency(config: EngineConfig) -> int:
 
 
 async def _answer_all(
-    config: EngineConfig, server: ServerConfig, source: BinaryIO, target: BinaryIO, concurrency: int
+    config: EngineConfig,
+    server: ServerConfig,
+    source: BinaryIO,
+    target: BinaryIO,
+    concurrency: int,
+    num_lines: int | None,
 ) -> int:
     # Imported here: `--help` needs none of them.
     from tqdm import tqdm
@@ -90,7 +99,6 @@ async def _answer_all(
     from hydra_engine.server.http.access_control import KeyRing
     from hydra_engine.server.openai.batch import serving
 
-    num_lines = await asyncio.to_thread(_count, source)
     engine = Engine.create_unstarted(config)
     await engine.astart()
     tokens, began_s = 0, time.monotonic()
@@ -119,9 +127,10 @@ async def _answer_all(
             # None: a bar only on a terminal
             with tqdm(total=num_lines, unit="req", mininterval=0.2, disable=None) as bar:
                 await batch.run(_lines(source, batch.max_line_bytes), write, concurrency)
+        first = f"; the first one, {batch.first_failure}" if batch.num_failed else ""
         sys.stderr.write(
             f"{batch.num_done} requests in {time.monotonic() - began_s:.1f} s, {batch.num_failed} of them failed, "
-            f"{tokens} tokens out ({rate():.0f} a second)\n"
+            f"{tokens} tokens out ({rate():.0f} a second){first}\n"
         )
         return 1 if batch.num_failed else 0
     finally:
@@ -141,12 +150,29 @@ async def _lines(source: BinaryIO, max_bytes: int) -> AsyncIterator[tuple[int, b
 
 
 def _count(source: BinaryIO) -> int | None:
-    """The number of lines that are not empty; None if the file can be read only once."""
+    """The number of lines that are not empty; None if the file can be read only once. Raises ConfigError if there are
+    lines and none of them is a JSON object."""
     if not source.seekable():
         return None
-    count = sum(1 for line in source if line.strip())
+    count, first, requests = 0, 0, False
+    for number, line in enumerate(source, start=1):
+        if line.strip():
+            count, first, requests = count + 1, first or number, requests or _is_object(line)
+    if count and not requests:
+        raise ConfigError(
+            f"the file of requests has no line that is a JSON object, see line {first}; a line is for example "
+            f"{_EXAMPLE}"
+        )
     source.seek(0)
     return count
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        msgspec.json.decode(line, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+    return True
 
 
 # ---- files

@@ -62,6 +62,7 @@ def test_failed_lines_make_the_exit_code_and_pipes_do() -> None:
     assert found["a"]["choices"][0]["message"]["content"] == RIGHT
     assert "not valid JSON" in found[None]["error"]["message"] and found["b"]["error"]["code"] == "model_not_found"
     assert "3 requests in " in done.stderr and "2 of them failed" in done.stderr
+    assert re.search(r"a second\); the first one, line [23]: (?!line)[^\n]+\n$", done.stderr)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +78,7 @@ def test_failed_lines_make_the_exit_code_and_pipes_do() -> None:
         (("{file}", "-o", "-", "--max-concurrent", "0"), 2, "--max-concurrent must be from 1 to 512"),
         (("{file}", "-o", "-", "--model", "no-such-folder"), 3, "no model directory"),
         (("{file}",), 2, "-o/--output"),
+        (("{folder}/prose.md", "-o", "{file}"), 2, "has no line that is a JSON object, see line 2; a line is for"),
     ],
 )
 def test_what_is_wrong_with_the_command(
@@ -84,8 +86,9 @@ def test_what_is_wrong_with_the_command(
 ) -> None:
     file = tmp_path / "in.jsonl"
     file.write_text(request("a"), encoding="utf-8")
+    (tmp_path / "prose.md").write_text("\n# Read me\n[1]\n", encoding="utf-8")
     try:
-        found: Any = main(["run-batch", *(one.format(file=file) for one in arguments)])
+        found: Any = main(["run-batch", *(one.format(file=file, folder=tmp_path) for one in arguments)])
     except SystemExit as ended:
         found = ended.code
     told = capfd.readouterr()

@@ -74,6 +74,7 @@ class Batch:
     def __init__(self, session: aiohttp.ClientSession, max_bytes: int) -> None:
         self.num_done = 0
         self.num_failed = 0  # part of num_done
+        self.first_failure = ""  # the line that failed first, and the reason
         self._session = session
         self._max_bytes = max_bytes
 
@@ -113,10 +114,12 @@ class Batch:
         except HydraError as error:
             answer = BatchAnswer(error.status, "", msgspec.Raw(error_json(error)))
         self.num_done += 1
-        failed = answer.status_code != 200
-        self.num_failed += failed
-        name = f"batch_req_{uuid.uuid4().hex}"
-        return BatchResult(name, _custom_id(line), answer, _error_of(answer) if failed else None)
+        problem = None if answer.status_code == 200 else _error_of(answer)
+        if problem is not None:
+            self.num_failed += 1
+            where = f"line {number}: "
+            self.first_failure = self.first_failure or where + problem.message.removeprefix(where)
+        return BatchResult(f"batch_req_{uuid.uuid4().hex}", _custom_id(line), answer, problem)
 
     def _read(self, number: int, line: bytes) -> BatchLine:
         """Parses a line. Raises InvalidRequest, which names the line if nothing else does."""
