@@ -6,11 +6,13 @@ Takes numbers and returns lines of text without colours.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import shlex
 import shutil
+import socket
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -29,6 +31,7 @@ from hydra_engine.telemetry.timeline import draw
 
 _WIDTH = 100  # columns of the start screen
 _INDENT = 15  # columns before wrapped lines
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -238,6 +241,7 @@ def screen_lines(
 ) -> list[str]:
     """The start screen. `sampling`: the defaults of requests; `url`: the server's address; `model_name`: the model's
     name in the API."""
+    url = _reachable(url)
     summary = start_lines(summaries)
     notes = [line for line in summary if line.startswith("  note")]
     lines = [
@@ -301,6 +305,19 @@ def _is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _reachable(url: str) -> str:
+    """`url`, with the address from which this machine reaches others in place of 0.0.0.0 or ::, which nobody else can
+    open. Asks the routing table; sends nothing. Loopback without a route."""
+    for every, far, near in (("//0.0.0.0:", "192.0.2.1", "127.0.0.1"), ("//[::]:", "2001:db8::1", "::1")):
+        if every in url:
+            own = near
+            with contextlib.suppress(OSError), socket.socket(_FAMILIES[":" in far], socket.SOCK_DGRAM) as routed:
+                routed.connect((far, 9))
+                own = routed.getsockname()[0]
+            return url.replace(every, f"//[{own}]:" if ":" in own else f"//{own}:")
+    return url
 
 
 def _program() -> str:

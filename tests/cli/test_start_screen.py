@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+from ipaddress import ip_address
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -58,6 +61,20 @@ def test_one_screen() -> None:
 def test_a_model_that_takes_one_picture_a_request() -> None:
     lines = screen(instance("epd0", "EPD", one_picture=True))
     assert any("; 1 picture a request, bodies" in line for line in lines)
+
+
+@pytest.mark.parametrize("every", ["0.0.0.0", "[::]"])
+def test_the_address_of_a_server_on_every_address_is_one_of_this_machine(every: str) -> None:
+    lines = screen(url=f"http://{every}:8010", host=every.strip("[]"))
+    page = next(line.split()[1] for line in lines if line.startswith("  page"))
+    shown = urlsplit(page)
+    host = ip_address(shown.hostname or "")
+    assert shown.port == 8010 and host.version == (6 if every == "[::]" else 4) and not host.is_unspecified
+    if host.version == 4:
+        with socket.socket() as own:
+            own.bind((str(host), 0))  # refused for an address that is not of this machine
+    assert any(f"chat --url {page.rstrip('/')}," in line for line in lines)
+    assert any(f"curl -s {page}v1/" in line for line in lines)
 
 
 def test_sampling_defaults_and_where_they_are_from() -> None:
