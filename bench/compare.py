@@ -36,11 +36,12 @@ import numpy as np
 from bench.common import ROOT, card, emit
 from bench.peers.launch import DEFAULT_PEERS, PRECISIONS, SYSTEMS, Launch, Missing, Setup, hydra
 from bench.peers.table import features, table
-from bench.serve.load import open_loop
-from bench.serve.servers import Server, ServerFailed, Target, running
-from bench.serve.workload import Spec, sentence
+from bench.serve.servers import Server, running
 from bench.workload import QUESTION, point
 from hydra_planner.records import Record, quantile
+from hydra_terminal.load.loops import open_loop
+from hydra_terminal.load.target import ServerFailed, Target
+from hydra_terminal.load.workload import Spec, sentence
 
 _SIDE = 336  # of a picture
 _WORDS = 24  # of a text prompt: as many tokens, or 110 where tokens are bytes

@@ -20,8 +20,8 @@ from bench.common import card, emit, write_document
 from bench.serve import ablation, breakdown, budget, curve, tail
 from bench.serve.harness import Harness, say
 from bench.serve.options import Settings, settings_from
-from bench.serve.servers import ServerFailed
 from hydra_planner.slo import Limits
+from hydra_terminal.load.target import ServerFailed
 
 _MODES: dict[str, ModuleType] = {
     "curve": curve,

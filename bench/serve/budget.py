@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from bench.serve.harness import Harness, say
-from bench.serve.load import Run, closed_loop
 from bench.serve.page import growth, readings
 from hydra_planner.records import quantile
+from hydra_terminal.load.loops import Run, closed_loop
 
 _STEPS, _LATE, _USED = "hydra:decode_steps_total", "hydra:late_steps_total", "hydra:limit_used_ratio"
 _WORKLOAD = ("textvqa",)  # a picture, a question and an answer of 16 tokens: all three stages all the time

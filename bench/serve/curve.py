@@ -10,9 +10,9 @@ from dataclasses import asdict
 from typing import Any
 
 from bench.serve.harness import Harness, say, summary
-from bench.serve.servers import Target
 from hydra_planner.records import Record
 from hydra_planner.slo import SHARE, goodput, search
+from hydra_terminal.load.target import Target
 
 _AROUND = (0.4, 0.7, 0.9, 1.1, 1.4, 2.0)
 _AROUND_QUICK = (0.5, 0.9, 1.2, 2.0)

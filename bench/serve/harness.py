@@ -10,12 +10,13 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
-from bench.serve.load import Run, closed_loop, open_loop
 from bench.serve.options import Settings
-from bench.serve.servers import Server, ServerFailed, Target, running
-from bench.serve.workload import Spec
+from bench.serve.servers import Server, running
 from hydra_planner.records import Record, quantile
 from hydra_planner.slo import Limits
+from hydra_terminal.load.loops import Run, closed_loop, open_loop
+from hydra_terminal.load.target import ServerFailed, Target
+from hydra_terminal.load.workload import Spec
 
 # Limits where none are given: so many times what the idle server takes, and never below what a client can stamp.
 _TTFT_FACTOR, _TPOT_FACTOR = 5.0, 3.0

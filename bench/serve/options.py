@@ -11,10 +11,10 @@ from pathlib import Path
 
 from bench.baselines import NAMES
 from bench.serve.servers import Server, ours
-from bench.serve.workload import TEXT_SHARE_HELP, Workload
 from hydra_planner.slo import Limits
 from hydra_planner.workload.arrivals import Arrivals
 from hydra_planner.workload.shapes import MIXED, SHAPES, TABLE_3
+from hydra_terminal.load.workload import TEXT_SHARE_HELP, Workload
 
 MODES = {
     "curve": "attainment over request rates, and goodput at 90 %",

@@ -7,36 +7,23 @@ A started server writes its log to a file and says `ready on URL` on standard er
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from hydra_terminal.load.target import ServerFailed, Target, identify
 
 ROOT = Path(__file__).parents[2]
 _READY = "ready on "
 _START_S = 600.0
 _STOP_S = 30.0
-_DIALECTS = {"hydra-engine": "hydra", "vllm": "vllm", "transformers": "vllm"}  # by `owned_by` of the model
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A server that answers. `dialect`: hydra, vllm or openai, which fields beyond OpenAI's it takes."""
-
-    name: str
-    base_url: str
-    model: str
-    dialect: str
-    headers: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +50,12 @@ def ours(name: str, model: str, flags: str = "", *, baseline: str = "") -> Serve
     return Server(name, command, takes_limits=True)
 
 
-class ServerFailed(RuntimeError):
-    """A server did not start, or is no OpenAI-compatible one. Has the end of its log."""
-
-
 @contextlib.contextmanager
 def running(server: Server, extra: tuple[str, ...] = ()) -> Iterator[Target]:
     """Starts it where that is to be done, with `extra` flags, and ends it afterwards. Raises ServerFailed."""
     headers = {"Authorization": f"Bearer {server.key}"} if server.key else {}
     if server.base_url:
-        yield _identify(server.name, server.base_url, headers)
+        yield identify(server.name, server.base_url, headers)
         return
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     with tempfile.NamedTemporaryFile(prefix="bench-serve-", suffix=".log") as log:
@@ -80,7 +63,7 @@ def running(server: Server, extra: tuple[str, ...] = ()) -> Iterator[Target]:
             [*server.command, *extra], stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment, cwd=ROOT
         )
         try:
-            yield _identify(server.name, _wait_ready(server, process, Path(log.name)), headers)
+            yield identify(server.name, _wait_ready(server, process, Path(log.name)), headers)
         finally:
             process.terminate()
             try:
@@ -101,15 +84,3 @@ def _wait_ready(server: Server, process: subprocess.Popen[bytes], log: Path) -> 
             raise ServerFailed(f"{server.name} ended with code {process.returncode}:\n{text[-1500:]}")
         time.sleep(0.05)
     raise ServerFailed(f"{server.name} was not ready within {_START_S:.0f} s:\n{text[-1500:]}")
-
-
-def _identify(name: str, base_url: str, headers: dict[str, str]) -> Target:
-    """Asks /v1/models which model is served and by whom."""
-    base_url = base_url.rstrip("/").removesuffix("/v1")
-    try:
-        request = urllib.request.Request(base_url + "/v1/models", headers=headers)
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            model = json.load(answer)["data"][0]
-        return Target(name, base_url, model["id"], _DIALECTS.get(model.get("owned_by"), "openai"), headers)
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ServerFailed(f"{name}: {base_url}/v1/models does not answer as OpenAI's: {error}") from error

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from bench.serve.harness import Harness, say
-from bench.serve.servers import Target
-from bench.serve.workload import Spec, sentence
 from hydra_planner.records import Record, quantile
 from hydra_planner.workload.shapes import SHAPES
+from hydra_terminal.load.target import Target
+from hydra_terminal.load.workload import Spec, sentence
 
 _STREAM_WORDS = 24
 _PICTURE_TOKENS = 4

@@ -22,7 +22,6 @@ import msgspec
 
 from bench.common import card, emit
 from bench.serve.harness import say
-from bench.serve.workload import TEXT_SHARE_HELP, Workload
 from bench.topology import real, timeline, validate
 from hydra_engine.config import EngineConfig, SchedulerConfig
 from hydra_engine.core.units import GIB
@@ -31,6 +30,7 @@ from hydra_engine.models.specs.registry import load_spec
 from hydra_planner.simulator.costs import UNKNOWN, Costs, DeviceKind, read_costs
 from hydra_planner.simulator.node import Site
 from hydra_planner.workload.shapes import SHAPES
+from hydra_terminal.load.workload import TEXT_SHARE_HELP, Workload
 
 _MODES: dict[str, Any] = {"real": real, "validate": validate, "timeline": timeline}
 _REQUESTS = {"real": (8, 24), "validate": (8, 20), "timeline": (1, 1)}  # of a load: quick, full

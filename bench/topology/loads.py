@@ -1,4 +1,4 @@
-"""The requests of `bench.serve.workload` as rows of a workload, for the simulator, and as prompts for the real engine.
+"""The requests of `hydra_terminal.load.workload` as rows of a workload for the simulator, and as real prompts.
 
 Both get the same token ids: a beginning that all share, the pictures if there are some, and words, one token each. Ids
 mean nothing, and answers have a fixed length.
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from bench.serve.pictures import jpeg
-from bench.serve.workload import Spec, Workload
 from hydra_engine.core.sampling import SamplingParams
 from hydra_planner.simulator.requests import FROZEN, RequestMaker
 from hydra_planner.workload.file import Picture, WorkloadRequest
+from hydra_terminal.load.pictures import jpeg
+from hydra_terminal.load.workload import Spec, Workload
 
 
 class Call(NamedTuple):

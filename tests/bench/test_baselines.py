@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from bench.baselines import NAMES
 from bench.baselines.schedulers import OneLaneScheduler, RequestScheduler
-from bench.serve.pictures import jpeg
 from bench.serve.servers import ours, running
 from hydra_engine.scheduler.scheduler import StageScheduler
+from hydra_terminal.load.pictures import jpeg
 from tests.examples import examples
 from tests.instance.test_instance import Rig
 from tests.scheduler.sim import Img, Simulator, config, expected_tokens, make_request

@@ -19,8 +19,8 @@ from bench.compare import at_once, beside, free_port, memory_mib, numbers, parse
 from bench.peers.convert import completed, renamed
 from bench.peers.launch import PRECISIONS, SYSTEMS, Launch, Missing, Setup
 from bench.peers.table import features, processor, table
-from bench.serve.servers import ServerFailed
 from hydra_planner.records import Record
+from hydra_terminal.load.target import ServerFailed
 from tests.gguf_files import add_tensor, finish, write_gguf
 from tools.miniatures import make_tiny
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.serve.events import parse
+from hydra_terminal.load.events import parse
 
 
 def event(text: str | None = None, tokens: int | None = None, **rest: Any) -> bytes:

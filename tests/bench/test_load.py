@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from bench.serve.load import closed_loop, open_loop
 from bench.serve.page import figures, growth, readings
-from bench.serve.servers import Server, ServerFailed, Target, running
-from bench.serve.workload import Spec
+from bench.serve.servers import Server, running
+from hydra_terminal.load.loops import closed_loop, open_loop
+from hydra_terminal.load.target import ServerFailed, Target
+from hydra_terminal.load.workload import Spec
 
 
 class Stub:

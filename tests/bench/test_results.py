@@ -15,10 +15,10 @@ from PIL import Image
 
 from bench.serve import ablation, breakdown, budget, tail, trace
 from bench.serve.harness import summary
-from bench.serve.load import Run
 from hydra_engine.core.outputs import StageSpan
 from hydra_planner.records import Record
 from hydra_planner.slo import Goodput, Limits
+from hydra_terminal.load.loops import Run
 
 ROOT = Path(__file__).parents[2]
 LIMITS = Limits(0.5, 0.1)

@@ -13,7 +13,6 @@ import msgspec
 import pytest
 from PIL import Image
 
-from bench.serve.workload import Workload
 from bench.topology.__main__ import parser, site_of
 from bench.topology.figures import exposed_s
 from bench.topology.loads import calls, rows
@@ -23,6 +22,7 @@ from hydra_engine.core.outputs import StageSpan
 from hydra_engine.models.specs.registry import load_spec
 from hydra_planner.simulator.costs import read_costs
 from hydra_planner.simulator.requests import RequestMaker
+from hydra_terminal.load.workload import Workload
 from tests.planner.sites import SURFACE
 
 ROOT = Path(__file__).parents[2]

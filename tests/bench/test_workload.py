@@ -10,9 +10,9 @@ from statistics import median
 import pytest
 from PIL import Image
 
-from bench.serve.pictures import jpeg
-from bench.serve.workload import Spec, Workload, body
 from hydra_planner.workload.shapes import MIXED, SHAPES, TABLE_3, TEXT
+from hydra_terminal.load.pictures import jpeg
+from hydra_terminal.load.workload import Spec, Workload, body
 
 
 @pytest.mark.parametrize("name", MIXED)

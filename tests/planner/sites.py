@@ -1,4 +1,4 @@
-"""Sites and loads for tests of the simulator: made-up devices, small caches, requests of bench/serve's shapes."""
+"""Sites and loads for tests of the simulator: made-up devices, small caches, requests of a load's shapes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from bench.serve.workload import Workload
 from bench.topology.loads import rows
 from hydra_engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from hydra_engine.core.cost import CostSurface, Curve
@@ -18,6 +17,7 @@ from hydra_planner.simulator.deployment import Deployment
 from hydra_planner.simulator.node import Site
 from hydra_planner.workload.arrivals import Arrivals
 from hydra_planner.workload.file import Picture, WorkloadRequest
+from hydra_terminal.load.workload import Workload
 
 SURFACE = CostSurface(
     rows=Curve((1.0, 16.0, 512.0), (0.004, 0.006, 0.08)),

@@ -16,11 +16,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.serve.client import Answer, Client
-from bench.serve.events import Stream, parse
-from bench.serve.servers import Target
-from bench.serve.workload import Spec, bodies
 from hydra_planner.records import Record, quantile
+from hydra_terminal.load.client import Answer, Client
+from hydra_terminal.load.events import Stream, parse
+from hydra_terminal.load.target import Target
+from hydra_terminal.load.workload import Spec, bodies
 
 _LEAD_S = 0.05  # between making the tasks and the first request
 _PAGE_EVERY_S = 0.5

@@ -14,7 +14,7 @@ from typing import Self
 
 import aiohttp
 
-from bench.serve.servers import Target
+from hydra_terminal.load.target import Target
 
 _CONNECT_S = 30.0
 _MAX_ERROR_CHARS = 300

@@ -16,10 +16,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from bench.serve.pictures import jpeg
 from hydra_planner.workload.file import Picture
 from hydra_planner.workload.generators import MIXED_TEXT_SHARE, Load, draw
 from hydra_planner.workload.shapes import MIXED, SHAPES
+from hydra_terminal.load.pictures import jpeg
 
 # Short common words: about one token each in most vocabularies.
 _TEXT = (
