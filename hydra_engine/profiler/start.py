@@ -67,20 +67,23 @@ class Subject:
 
 
 class StepCosts(NamedTuple):
-    """The cost surface of an instance. `source`: its origin in a few words; `notes`: for the start-up summary."""
+    """The cost surface of an instance. `source`: its origin in a few words; `notes`: for the start-up summary; `state`:
+    what has happened to `file`, its name to follow."""
 
     surface: CostSurface
     notes: tuple[str, ...]
     source: str
     profile: Profile
     file: Path
+    state: str = "saved in"
 
 
 def surface_for(
     config: EngineConfig, subject: Subject, progress: Progress, *, fresh: bool = False, deadline_s: float | None = None
 ) -> StepCosts:
     """Loads or measures the cost surface. `config` has no "auto" that decides a size of a step or cache.
-    `fresh`: measure even if a valid profile is saved. `deadline_s` None: `DEADLINE_S`.
+    `fresh`: measure even if a valid profile is saved; one of an idle machine is then not replaced by one of a busy
+    machine. `deadline_s` None: `DEADLINE_S`.
 
     Raises BackendError when the model cannot run a step, ConfigError where there is no folder for profiles. A file that
     cannot be read or written is logged, not an error.
@@ -91,18 +94,32 @@ def surface_for(
     file = config.profile_folder / file_name(config.model_path, identity)
     saved = None if fresh else _saved(file, identity, reach)
     if saved is not None:
-        notes = (f"step times: measured on {saved.measured_at[:10]}, {_accuracy(saved.surface)}", *saved.notes)
+        notes = (f"step times: measured on {saved.measured_at[:10]}, {accuracy(saved.surface)}", *saved.notes)
         return StepCosts(saved.surface, notes, "saved profile", saved, file)
     profile = _measured(subject, sizes, identity, reach, progress, DEADLINE_S if deadline_s is None else deadline_s)
-    try:
-        save(profile, file)
-    except OSError as error:
-        logger.warning(
-            "the measured step times could not be saved: %s; they are used for this start only", error.strerror
-        )
+    state = StepCosts._field_defaults["state"]
+    if fresh and busy_note(profile.other_load) and (kept := _idle(file, identity, reach)) is not None:
+        state = f"not saved, the machine was busy: what was measured on {kept.measured_at[:10]} stays in"
+    else:
+        try:
+            save(profile, file)
+        except OSError as error:
+            logger.warning(
+                "the measured step times could not be saved: %s; they are used for this start only", error.strerror
+            )
+            state = "could not be saved in"
     source = f"measured just now in {profile.seconds:.1f} s"
-    notes = (f"step times: {source}, {_accuracy(profile.surface)}", *profile.notes)
-    return StepCosts(profile.surface, notes, source, profile, file)
+    notes = (f"step times: {source}, {accuracy(profile.surface)}", *profile.notes)
+    return StepCosts(profile.surface, notes, source, profile, file, state)
+
+
+def _idle(file: Path, identity: Identity, reach: Reach) -> Profile | None:
+    """The saved profile if it is valid and was measured on an idle machine."""
+    try:
+        saved = load(file, identity, reach)
+    except Refused:
+        return None
+    return None if saved is None or busy_note(saved.other_load) else saved
 
 
 def _saved(file: Path, identity: Identity, reach: Reach) -> Profile | None:
@@ -240,7 +257,7 @@ def _with_estimated_vision(surface: CostSurface, spec: ModelSpec, vision: Vision
     return replace(surface, patches=Curve((0.0, float(patches)), (0.0, seconds)), vision_error=1.0)
 
 
-def _accuracy(surface: CostSurface) -> str:
+def accuracy(surface: CostSurface) -> str:
     """The 90th percentile of prediction errors. 0: no step of the kind was measured."""
     errors = (("language", surface.language_error), ("vision", surface.vision_error), ("both", surface.corun_error))
     shown = ", ".join(f"{lane} {error:.0%}" if error else f"{lane} n/a" for lane, error in errors)

@@ -90,6 +90,12 @@ def _like_here(path: Path | None, config: EngineConfig) -> DeviceKind:
                 f"`hydra-engine profile {config.model} --output FILE`",
                 param="profile",
             )
+        if (busy := busy_note(profile.other_load)) is not None:
+            raise ResourceError(
+                f"no plan from {path.name}, for its step times would mislead: {busy}. End the other programs, then "
+                f"measure with `hydra-engine profile {config.model} --output FILE`",
+                param="profile",
+            )
     return _kind(profile, costs_of(profile, source))
 
 

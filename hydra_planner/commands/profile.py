@@ -59,9 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
     os.environ.setdefault(*_OPENMP_IDLE)
     hooks: Any = import_module("hydra_engine.instance.hooks")  # loads torch
     measured = hooks.profile_instance(config, progress_line(), fresh=not arguments.cached, deadline_s=arguments.seconds)
-    state = "saved" if measured.file.exists() else "could not be saved"
     lines = [*profile_lines(measured.profile, config.scheduler.tpot_slo), ""]
-    sys.stdout.write("\n".join([*lines, f"{measured.source}; {state} in {measured.file}", ""]))
+    sys.stdout.write("\n".join([*lines, f"{measured.source}; {measured.state} {measured.file}", ""]))
     if output is not None:
         try:
             save(measured.profile, output)

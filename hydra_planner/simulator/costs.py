@@ -12,6 +12,7 @@ import msgspec
 from hydra_engine.core.cost import CostSurface, Curve
 from hydra_engine.core.units import GIB
 from hydra_engine.errors import ConfigError
+from hydra_engine.profiler.start import accuracy
 from hydra_engine.profiler.store import Profile, problem_of
 
 # A turn of an instance's loop that takes a step back and plans the next one: bench.sched on two cores of an EPYC.
@@ -95,7 +96,8 @@ def costs_of(profile: Profile, source: str) -> Costs:
         dtype=identity.dtype,
         # Processes take turns on a GPU. On cores of their own they share memory as lanes of different kinds do.
         alike=mean((surface.decode_slowdown, surface.prefill_slowdown)) if on_processor else 2.0,
-        source=f"{source}: {identity.processor or identity.device}, {identity.cores} cores, {identity.dtype}",
+        source=f"{source}: {identity.processor or identity.device}, {identity.cores} cores, {identity.dtype}; "
+        f"{accuracy(surface)}",
     )
 
 

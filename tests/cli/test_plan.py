@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from hydra_engine import profile_file
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.cost import CostSurface, Curve
 from hydra_engine.core.instances import EPD
@@ -93,11 +94,21 @@ def test_a_profile_of_another_model_is_refused(profile: Path) -> None:
         devices_of("2", profile, config, spec)
 
 
+def test_a_profile_of_a_busy_machine_is_refused(profile: Path, here: Here) -> None:
+    read = profile_file.read(profile, Profile)
+    assert read is not None
+    save(msgspec.structs.replace(read, other_load=0.46), profile)
+    done = here("plan", "demo", "--workload", "pope", "--profile", str(profile))
+    assert (done.returncode, done.stdout) == (4, "")
+    assert "no plan from profile.json, for its step times would mislead: busy, measure again: other" in done.stderr
+
+
 def test_devices_are_of_several_kinds_or_like_this_machine(profile: Path) -> None:
     config = EngineConfig()
     spec = load_spec(config.model_path, config.spec_options)
     kinds, host = devices_of("2xA100 + RTX 4090", None, config, spec)
     assert [kind.name for kind in kinds.values()] == ["A100-80GB", "A100-80GB", "RTX 4090"] and host.cores
+    assert all(kind.costs.source.endswith("both n/a") for kind in devices_of("1", profile, config, spec)[0].values())
     (one,), several = devices_of("1", profile, config, spec)[0].values(), devices_of("3", profile, config, spec)[0]
     assert one.on_processor and [*several] == ["cuda:0", "cuda:1", "cuda:2"]
     with pytest.raises(ConfigError, match="write --devices 8"):

@@ -13,6 +13,7 @@ from hydra_engine.core.cost import Slowdowns
 from hydra_engine.core.plans import VisionLoad
 from hydra_engine.models.specs.base import ModelSpec, PreprocessSpec, ProcessorSpec
 from hydra_engine.models.specs.decoder import LanguageSpec
+from hydra_engine.profiler.other_load import OtherLoad
 from hydra_engine.profiler.start import StepCosts, Subject, surface_for
 from hydra_transformers.spec import GenericVisionSpec
 from tests.profiler.fakes import SURFACE, FakeLanes, SquareVision, decodes
@@ -85,6 +86,20 @@ def test_fresh_measures_whatever_is_saved(config: EngineConfig) -> None:
     found(config, subject())
     again = subject()
     assert found(config, again, fresh=True).source.startswith("measured") and steps(again)
+
+
+def test_what_a_busy_machine_measures_replaces_nothing_that_an_idle_one_has_measured(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(share: float) -> StepCosts:
+        monkeypatch.setattr(OtherLoad, "share", lambda self: share)
+        return found(config, subject(), fresh=True)
+
+    busy, idle, again = measured(0.8), measured(0.1), measured(0.9)
+    assert busy.state == idle.state == "saved in" and again.profile.other_load == 0.9
+    day = idle.profile.measured_at[:10]
+    assert again.state == f"not saved, the machine was busy: what was measured on {day} stays in"
+    assert found(config, subject()).profile.other_load == 0.1
 
 
 def test_a_damaged_file_is_measured_anew_and_said(config: EngineConfig, caplog: pytest.LogCaptureFixture) -> None:
