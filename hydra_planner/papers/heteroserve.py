@@ -349,7 +349,7 @@ EXPERIMENTS = (
                 ("+ aligned batches", 5986, 54),
             ),
         ),
-        command="hydra-engine bench serve ablation --model llava-1.5-7b --server-args='--load-format random'",
+        command="python -m bench.serve ablation --model llava-1.5-7b --server-args='--load-format random'",
     ),
     Experiment(
         "heteroserve-t8",

@@ -85,7 +85,7 @@ EXPERIMENTS = (
         f"{_NEXT_LOAD}, one EPD instance at 8 requests a second. The other engines' orders of work are not simulated; "
         "the baseline of the command encodes and prefills whole requests.",
         serving.stalls,
-        command="hydra-engine bench serve tail --model llava-1.5-7b --server-args='--load-format random' "
+        command="python -m bench.serve tail --model llava-1.5-7b --server-args='--load-format random' "
         "--baseline request-level",
     ),
     Experiment(
@@ -111,8 +111,7 @@ EXPERIMENTS = (
         "Goodput beside other engines",
         "on a GPU",
         "Other engines are not simulated. On processors one comparison was made (docs/benchmarks-serving.md).",
-        command="hydra-engine bench serve curve --model llava-1.5-7b --server-args='--load-format random' "
-        "--peer vllm=URL",
+        command="python -m bench.serve curve --model llava-1.5-7b --server-args='--load-format random' --peer vllm=URL",
         remark="The abstract and the introduction have up to four times vLLM's rate, section 5.2 also two to three "
         "times "
         "SGLang's for Qwen2-VL alone.",
@@ -152,7 +151,7 @@ EXPERIMENTS = (
         "simulated",
         f"{_NEXT_LOAD}, five H800 with limits of 0.5 s and 10 ms. Without budgets is not without stages: the paper's "
         f"engine "
-        "without stage-level schedule is `--baseline request-level` of `hydra-engine bench serve ablation`.",
+        "without stage-level schedule is `--baseline request-level` of `python -m bench.serve ablation`.",
         serving.halves,
         Table(
             ("part", "goodput of 8 devices"),

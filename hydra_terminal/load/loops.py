@@ -53,28 +53,38 @@ class Run:
         }
 
 
-def open_loop(target: Target, specs: Sequence[Spec], times_s: Sequence[float], drain_s: float = 60.0) -> Run:
+def open_loop(
+    target: Target, specs: Sequence[Spec], times_s: Sequence[float], drain_s: float = 60.0, *, exact: bool = True
+) -> Run:
     """Sends `specs[i]` at `times_s[i]`, whatever the server does. What has not ended `drain_s` after the last arrival
-    is cancelled and counts as an error."""
+    is cancelled and counts as an error, and so does an answer that is shorter than asked if `exact`."""
     prepared = bodies(specs, target.model, target.dialect)
-    return _measured(lambda: _open_loop(target, specs, prepared, times_s, drain_s))
+    return _measured(lambda: _open_loop(target, specs, prepared, times_s, drain_s), exact)
 
 
 def closed_loop(
-    target: Target, specs: Sequence[Spec], concurrency: int, seconds: float = float("inf"), with_pages: bool = False
+    target: Target,
+    specs: Sequence[Spec],
+    concurrency: int,
+    seconds: float = float("inf"),
+    with_pages: bool = False,
+    *,
+    exact: bool = True,
 ) -> Run:
     """Keeps `concurrency` requests under way until `specs` run out or `seconds` are over; those under way then are
-    cancelled and left out. A request is due when it is sent."""
+    cancelled and left out. A request is due when it is sent. `exact` as in `open_loop`."""
     prepared = bodies(specs, target.model, target.dialect)
-    return _measured(lambda: _closed_loop(target, specs, prepared, concurrency, seconds, with_pages))
+    return _measured(lambda: _closed_loop(target, specs, prepared, concurrency, seconds, with_pages), exact)
 
 
-def _measured(run: Any) -> Run:
+def _measured(run: Any, exact: bool) -> Run:
     with _undisturbed() as raised:
         cpu_s, began_s = time.process_time(), time.monotonic()
         origin_s, entries, pages = asyncio.run(run())
         cpu_s, wall_s = time.process_time() - cpu_s, time.monotonic() - began_s
-    records = tuple(_record(index, spec, planned_s, answer, origin_s) for index, spec, planned_s, answer in entries)
+    records = tuple(
+        _record(index, spec, planned_s, answer, origin_s, exact) for index, spec, planned_s, answer in entries
+    )
     texts = tuple((stamp - origin_s, text) for stamp, text in pages)
     return Run(records, wall_s, cpu_s / wall_s, raised, texts)
 
@@ -160,10 +170,10 @@ async def _until(tasks: Sequence[asyncio.Task[None]], deadline_s: float) -> None
             raise outcome
 
 
-def _record(index: int, spec: Spec, planned_s: float, answer: Answer, origin_s: float) -> Record:
+def _record(index: int, spec: Spec, planned_s: float, answer: Answer, origin_s: float, exact: bool) -> Record:
     try:
         stream = parse(answer.chunks)
-        problem = _problem(stream, spec)
+        problem = _problem(stream, spec, exact)
     except ValueError as error:
         stream, problem = Stream((), ()), f"the stream cannot be read: {error}"[:300]
     usage = stream.usage or {}
@@ -185,8 +195,9 @@ def _record(index: int, spec: Spec, planned_s: float, answer: Answer, origin_s: 
     )
 
 
-def _problem(stream: Stream, spec: Spec) -> str | None:
+def _problem(stream: Stream, spec: Spec, exact: bool) -> str | None:
     if stream.error or not stream.ended:
         return stream.error or "the stream did not end with [DONE]"
     tokens = (stream.usage or {}).get("completion_tokens", spec.max_tokens)
-    return None if tokens == spec.max_tokens else f"{tokens} tokens instead of {spec.max_tokens}"
+    fits = tokens == spec.max_tokens or (not exact and 0 < tokens < spec.max_tokens)
+    return None if fits else f"{tokens} tokens instead of {spec.max_tokens}"

@@ -26,11 +26,13 @@ class ServerFailed(RuntimeError):
 
 def identify(name: str, base_url: str, headers: dict[str, str]) -> Target:
     """Asks /v1/models which model is served and by whom. Raises ServerFailed."""
-    base_url = base_url.rstrip("/").removesuffix("/v1")
+    base_url = (base_url if "://" in base_url else f"http://{base_url}").rstrip("/").removesuffix("/v1")
     try:
         request = urllib.request.Request(base_url + "/v1/models", headers=headers)
         with urllib.request.urlopen(request, timeout=30) as answer:
             model = json.load(answer)["data"][0]
         return Target(name, base_url, model["id"], _DIALECTS.get(model.get("owned_by"), "openai"), headers)
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ServerFailed(f"{name}: {base_url}/v1/models does not answer as OpenAI's: {error}") from error
+        raise ServerFailed(
+            f"{name}: {base_url}/v1/models does not answer as OpenAI's: {getattr(error, 'reason', error)}"
+        ) from error

@@ -14,6 +14,8 @@ from aiohttp import web
 
 from bench.serve.page import figures, growth, readings
 from bench.serve.servers import Server, running
+from hydra_engine.errors import RequestFailed
+from hydra_terminal.load import command
 from hydra_terminal.load.loops import closed_loop, open_loop
 from hydra_terminal.load.target import ServerFailed, Target
 from hydra_terminal.load.workload import Spec
@@ -131,6 +133,34 @@ def test_an_open_loop_sends_at_fixed_times_and_keeps_every_token(stub: Stub, tar
         assert record.ttft_s == record.stamps[0] - record.planned_s
     assert [len(body["messages"][0]["content"]) for body in stub.asked] == [1, 2, 1]
     assert all(body["model"] == "stub" and body["ignore_eos"] for body in stub.asked)
+
+
+def test_the_command_sends_a_load_and_prints_its_table(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    questions = iter(["3", "2", "3", "3"])  # one answer is short; the last question is the one before the load
+    monkeypatch.setattr(command, "sentence", lambda *_: next(questions))
+    path = tmp_path / "load.json"
+    sizes = ("--num-prompts", "3", "--output-len", "3", "--images", "2", "--image-size", "40x30")
+    assert command.run(["--url", stub.url, *sizes, "--max-concurrency", "2", "--output", str(path)]) == 0
+    figures = dict(line.rsplit(maxsplit=1) for line in capsys.readouterr().out.splitlines() if ":" in line)
+    assert figures["Successful requests:"] == "3" and figures["Answers shorter than asked:"] == "1"
+    assert (figures["Total input tokens:"], figures["Total generated tokens:"]) == ("21", "8")
+    assert 10 <= float(figures["Median ITL (ms):"]) < 100 and float(figures["Mean TTFT (ms):"]) > 0
+    kinds = [part["type"] for part in stub.asked[1]["messages"][0]["content"]]
+    assert stub.max_under_way == 2 and kinds == ["image_url", "image_url", "text"]
+    assert len(json.loads(path.read_text())["records"]) == 3
+
+
+def test_the_command_names_what_failed(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    questions = iter(["3", "fail", "3", "3", "fail"])
+    monkeypatch.setattr(command, "sentence", lambda *_: next(questions))
+    assert command.run(["--url", stub.url, "--num-prompts", "2", "--output-len", "3", "--request-rate", "50"]) == 1
+    assert '1 of 2 failed; the first one: HTTP 503: {"error": {"message": "full"}}' in capsys.readouterr().err
+    with pytest.raises(RequestFailed, match="the first request failed, so no load was sent: HTTP 503"):
+        command.run(["--url", stub.url, "--num-prompts", "1", "--output-len", "3"])
 
 
 @pytest.mark.slow

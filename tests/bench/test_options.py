@@ -72,5 +72,6 @@ def test_times_have_units() -> None:
 
 def test_a_folder_counts_as_one_benchmark() -> None:
     found = _benchmarks()
-    assert found["serve"].name == "__main__.py" and found["throughput"].name == "throughput.py"
+    assert found["goodput"].parts[-2:] == ("serve", "__main__.py") and "serve" not in found
+    assert found["throughput"].name == "throughput.py"
     assert "ops.linear" in found and not any(name.startswith("serve.") for name in found)

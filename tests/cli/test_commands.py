@@ -173,6 +173,17 @@ def test_bench_lists_its_benchmarks_and_refuses_others(here: Here) -> None:
     done = here("bench")
     assert done.returncode == 0 and "serve" in done.stdout and "ops.linear" in done.stdout
     assert here("bench", "nonsense").returncode == 2
+    assert "did you mean serve or siege? `hydra-engine bench` lists all" in here("bench", "sere").stderr
+
+
+def test_without_the_source_tree_there_is_the_load_generator(
+    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hydra_terminal.bench._FOLDER", tmp_path)
+    *lines, last = here("bench").stdout.splitlines()
+    assert lines[1].split()[0] == "serve" and "run this from a clone" in last
+    assert "run this from a clone" in here("bench", "ops.linear").stderr
+    assert here("bench", "serve", "--help").returncode == 0
 
 
 def test_benchmarks_are_listed_by_what_they_measure(here: Here) -> None:
@@ -180,7 +191,9 @@ def test_benchmarks_are_listed_by_what_they_measure(here: Here) -> None:
     titles = [line for line in lines if not line.startswith(" ")]
     assert len(titles) == 4 and all(title.endswith(":") for title in titles)
     assert lines.index(titles[2]) < next(at for at, line in enumerate(lines) if line.split()[0] == "ops.linear")
-    assert max(map(len, lines)) <= 100 and '"' not in "".join(lines)
+    assert max(map(len, lines)) <= 100 and not any("..." in line or line.endswith("..") for line in lines)
+    told = re.sub(r"\n {4,}", " ", "\n".join(lines)).splitlines()
+    assert all(line.endswith((".", ":")) for line in told), "whole sentences"
 
 
 @pytest.mark.parametrize("asked", [(), ("help",), ("--help",)], ids=" ".join)

@@ -26,7 +26,11 @@ def _spellings(parser: argparse.ArgumentParser) -> list[str]:
 
 def of_scripts() -> set[str]:
     """Flags that a file outside the command line defines."""
-    sources = [path for folder in ("bench", "tools", "tests/campaigns") for path in (ROOT / folder).rglob("*.py")]
+    sources = [
+        path
+        for folder in ("bench", "tools", "tests/campaigns", "hydra_terminal/load")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
     sources.append(ROOT / "tests" / "preprocess" / "prompt_parity.py")
     defined: set[str] = set()
     for path in sources:

@@ -207,7 +207,7 @@ def test_the_command_lists_and_tells_and_writes(tmp_path: Path, capsys: pytest.C
 
 def test_what_needs_a_gpu_has_no_result_to_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", "heteroserve-t7"]) == 0
-    assert "to measure  hydra-engine bench serve ablation" in capsys.readouterr().out
+    assert "to measure  python -m bench.serve ablation" in capsys.readouterr().out
     assert main(["reproduce", "heteroserve-t7", "--output", str(tmp_path / "x")]) != 0
     assert "no result here" in capsys.readouterr().err
     assert main(["reproduce", "heteroserve-t9"]) != 0
