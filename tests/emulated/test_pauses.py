@@ -19,6 +19,7 @@ from hydra_engine.core.ids import StepId
 from hydra_engine.core.plans import VisionPlan
 from hydra_engine.core.request import Request
 from hydra_engine.core.results import LanguageResult, VisionResult
+from hydra_engine.worker.boundary import DROPPED
 from hydra_engine.worker.vision.gate import DeviceGate
 from tests.emulated.clock import Clock
 from tests.emulated.conftest import Models, assert_clean
@@ -225,3 +226,17 @@ def test_a_picture_that_fails_between_others_in_flight_fails_alone(models: Model
         steps = [busy.encode(busy.picture(10 + index)) for index in range(3)]
         results: list[VisionResult] = [busy.rig.wait(step) for step in steps]
         assert [result.errors[0] is None for result in results] == [True, False, True]
+
+
+@pytest.mark.slow
+def test_a_dropped_encode_ends_with_the_pieces_in_flight(deep: Path) -> None:
+    with serving(deep, LIMIT_S) as busy:
+        alone_s = seconds(busy.encoded(busy.encode(busy.picture(10))))
+        dropped, kept = busy.encode(busy.picture(11)), busy.encode(busy.picture(12))
+        step = busy.decode(0.0)
+        busy.rig.worker.drop_vision(dropped)
+        result: VisionResult = busy.rig.wait(dropped)
+        assert result.errors == (DROPPED,)
+        assert result.ended_s - step.ended_s <= 3 * PIECE_S < alone_s / 4
+        later = busy.encoded(kept)
+        assert later.started_s == result.ended_s and seconds(later) <= 1.02 * alone_s
