@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import uuid
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,7 +19,7 @@ from hydra_engine.server.protocol import fields as protocol_fields
 from hydra_engine.server.protocol.anthropic import CountTokensRequest, MessagesRequest
 from hydra_engine.server.protocol.chat import ChatCompletionRequest
 from hydra_engine.server.protocol.completions import CompletionRequest
-from hydra_engine.server.protocol.other_fields import other_names_of
+from hydra_engine.server.protocol.other_fields import IGNORED, other_names_of
 from hydra_engine.server.protocol.responses import ResponsesRequest
 from hydra_engine.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from tests.calls import plain
@@ -376,3 +378,9 @@ def test_without_unknown_names_nothing_is_taken_apart(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("kind", KINDS.values())
 def test_all_types_have_a_strict_form(kind: type[msgspec.Struct]) -> None:
     assert strict(kind).__struct_config__.forbid_unknown_fields
+
+
+def test_the_documentation_lists_what_is_ignored() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
+    listed = page.partition("of a body that has no such field:")[2].partition("- **unknown**")[0]
+    assert re.findall(r"`(.+?)`", listed) == sorted(IGNORED)
