@@ -12,11 +12,9 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
-
     from hydra_engine.cli.parser import Parser
 
 _LOADING_THRESHOLD = 50_000
@@ -62,7 +60,7 @@ class _Output(io.FileIO):
     """Standard output that ends the command if it cannot be written: without a word after a pipe's reader has gone, as
     with `head`, else with one sentence."""
 
-    def write(self, data: ReadableBuffer) -> int:
+    def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except OSError as error:

@@ -2,7 +2,7 @@
 
     HydraError
     +-- RequestError                 this request is wrong; nothing else is affected
-    |   +-- InvalidRequest           400  a field has a wrong type, value or combination
+    |   +-- InvalidRequest           400  a field has a wrong type, value or combination; exit 2
     |   |   +-- ContextLengthExceeded 400
     |   |   +-- RequestTooLarge      400  fits the model, can never fit this deployment's caches
     |   |   +-- InvalidImage         400  cannot be decoded, too large, odd shape
@@ -86,6 +86,7 @@ class RequestError(HydraError):
 class InvalidRequest(RequestError):
     """A field of the request has a wrong type, value or combination; `param` names it."""
 
+    exit_code = 2
     status = 400
     error_type = "invalid_request_error"
 

@@ -155,6 +155,18 @@ def is_installed() -> bool:
     return find_spec("llguidance") is not None
 
 
+def check(grammar: Grammar) -> None:
+    """Checks what can be checked without a tokenizer. Raises GrammarError."""
+    from llguidance import LLMatcher
+
+    try:
+        error = LLMatcher.validate_grammar(source_of(grammar, {}), limits=_limits())
+    except ValueError as invalid:
+        raise GrammarError(rephrase(str(invalid))) from None
+    if error:
+        raise GrammarError(reason_of(error))
+
+
 class Guide:
     """A compiler of grammars for one tokenizer. Loading takes about a second for 150,000 tokens."""
 

@@ -67,6 +67,7 @@ ALLOWED: dict[str, set[str]] = {
         "core",
         "config",
         "specs",
+        "guidance",
         "telemetry",
         "models",
         "preprocess",

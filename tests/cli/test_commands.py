@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import io
+import json
 import os
 import re
 import resource
@@ -43,9 +45,47 @@ def test_demo_prints_pictures_questions_answers_and_timelines() -> None:
 
 
 def test_generate_streams_an_answer() -> None:
-    done = hydra("generate", "Describe the picture.", "--image", PICTURE, "--timeline")
+    done = hydra("generate", "--image", PICTURE, "--timeline", stdin="Describe the picture.\n")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("There is") and "prefill" in done.stdout
+
+
+@pytest.mark.slow
+def test_generate_takes_a_picture_from_a_pipe_and_a_schema_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "sum.json").write_text(
+        '{"type": "object", "properties": {"n": {"enum": [3, 5]}}, "required": ["n"], "additionalProperties": false}'
+    )
+    command = [sys.executable, "-m", "hydra_engine", "generate", "How many objects are there?", "--image", "-"]
+    command += ["--system", "Answer in JSON.", "--json-schema", str(tmp_path / "sum.json"), "--temperature", "0"]
+    with open(ROOT / PICTURE, "rb") as picture:
+        done = subprocess.run(command, stdin=picture, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert json.loads(done.stdout)["n"] in (3, 5), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "piped", "said"),
+    [
+        (("-", "--image", "-"), b"x", "standard input is one thing only: the question, or one picture (--image -)"),
+        ((), b" \n", "the question on standard input is empty"),
+        (("-",), b"\xff", "the question on standard input is not UTF-8 text"),
+        (
+            ("x", "--image", "-"),
+            b"no picture",
+            "the image has an unsupported format; supported: PNG, JPEG, WEBP, GIF, BMP",
+        ),
+        (("x", "--video", "README.md"), b"", "README.md: the video has an unsupported format; supported: MP4, MOV,"),
+        (("x", "--json-schema", "{type: 1}"), b"", "--json-schema is not valid JSON: line 1, column 2: Expecting"),
+        (("x", "--json-schema", '{"type": "text"}'), b"", "--json-schema cannot be followed: Invalid type: text"),
+        (("x", "--json-schema", "/no/file"), b"", "--json-schema: cannot read /no/file: no such file or directory"),
+        (("x", "--temperature", "9"), b"", "temperature must be a number between 0.0 and 2.0"),
+    ],
+)
+def test_generate_refuses_its_input_before_it_looks_for_the_model(
+    arguments: tuple[str, ...], piped: bytes, said: str, here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(piped)))
+    done = here("generate", *arguments, "--model", "/no/model")
+    assert done.returncode == 2 and done.stderr.startswith(f"hydra-engine: {said}") and done.stderr.count("\n") == 1
 
 
 def test_bad_pictures_and_a_missing_template_are_named_before_anything_is_loaded(tmp_path: Path) -> None:
@@ -65,7 +105,7 @@ def test_bad_pictures_and_a_missing_template_are_named_before_anything_is_loaded
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert done.stdout.split() == ["1"] * 5 + ["2"] * 2 + ["False"], done.stderr
+    assert done.stdout.split() == ["2"] * 7 + ["False"], done.stderr
     assert done.stderr.replace("hydra-engine: ", "").splitlines() == [
         "/nope.png: no such file",
         "image 2: /nope.png: no such file",
@@ -91,7 +131,6 @@ def test_gguf_files_are_for_what_they_hold(here: Here, tmp_path: Path, monkeypat
 
 def test_generate_says_what_is_wrong(here: Here) -> None:
     for arguments, code, words in (
-        (("x", "--temperature", "9"), 1, "temperature"),
         (("x", "--model", "no-such-folder"), 3, "no model directory"),
         (("x", "--kv-cache-gib", "0.000001"), 4, "KV cache"),
         (("x", "--kv-cache-gib", "1e6"), 4, "for instance role EPD; lower --kv-cache-gib"),
