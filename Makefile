@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE :=
 NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo serve test test-all test-isa coverage siege check docs support bench peers gpu-check gpu-wheels build dist clean help
+.PHONY: demo serve test test-all test-isa coverage siege check docs support bench peers gpu-check gpu-wheels build dist images clean help
 
 help:
 	@echo "make demo    three pictures and a text question through the shipped model"
@@ -24,7 +24,8 @@ help:
 	@echo "make gpu-check  on a machine with a GPU: builds, tests and measures, in build/gpu-check or DIR=..."
 	@echo "make gpu-wheels  the packages that such a machine may lack, in .whl, and FlashInfer with kernels compiled ahead"
 	@echo "make build   the environment and the native extension only"
-	@echo "make dist    a wheel for the CPU and an sdist, in dist/"
+	@echo "make dist    an sdist and a wheel for each Python here, for the CPU, in dist/; PYTHONS=... names them"
+	@echo "make images  the image hydra-engine; IMAGES=\"cpu cuda\" also the one for a GPU, hydra-engine:cuda"
 
 build: $(VENV)/.dev
 
@@ -121,12 +122,16 @@ gpu-check:
 gpu-wheels: build
 	@$(BIN)/python -m bench.gpu_check.wheels $(ARGS)
 
-# Takes the objects of the build in place; what setuptools staged for an earlier wheel could hold files that are gone.
-dist: build
-	@rm -rf dist build/lib.* build/bdist.*
-	@HYDRA_CPU_ONLY=1 $(BIN)/python -c 'from setuptools import build_meta as b; b.build_sdist("dist"); b.build_wheel("dist")' \
-		>build/dist.log 2>&1 || { cat build/dist.log; exit 1; }
-	@ls dist
+# What an index takes: an sdist and a wheel for each Python that is found, or of PYTHONS="python3.11 /path/to/python3.12".
+# The same bytes every time; needs $(PYTHON), a C++ compiler and an index of packages, and no .venv.
+dist:
+	@$(FIND_PYTHON)
+	@$(PYTHON) -m tools.dist $(PYTHONS)
+
+# With podman, buildah or docker, and a network. IMAGES="cpu cuda" chooses.
+IMAGES ?= cpu
+images:
+	@sh deploy/build-images.sh $(IMAGES)
 
 clean:
 	rm -rf $(VENV) build dist hydra_engine/*.so

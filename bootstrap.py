@@ -2,7 +2,8 @@
 
 What `make` calls, with the standard library alone. Names of packages are those of pyproject.toml, versions those of
 constraints.txt. Every step is one line with what it fetched and how long it took; the extension is compiled while
-packages are fetched. A second run does what is missing. Does not know how the extension is compiled: setup.py does.
+packages are fetched, and a terminal shows how many of its files are. A second run does what is missing. Does not know
+how the extension is compiled: setup.py does.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def main() -> None:
         try:
             install(dev)
             step = Step(4, compilation(dev))
-            failed = building.wait()
+            failed = step.follow(building, log.fileno())
         finally:
             building.kill()
         if failed:
@@ -70,10 +71,9 @@ def main() -> None:
 
 
 def compilation(dev: bool) -> str:
-    with_what = "CUDA, if there is a toolkit" if dev else "the C++ compiler"
-    is_built = any(ROOT.glob("hydra_engine/_C*.so"))
-    how_long = "" if is_built else "; the first time this takes 3 to 5 minutes on two cores"
-    return f"extension    compiled with {with_what}{how_long}"
+    compilers = "C++, and CUDA if there is a toolkit" if dev else "C++"
+    how_long = "" if any(ROOT.glob("hydra_engine/_C*.so")) else "; 3 to 5 minutes on two cores"
+    return f"extension    {compilers}{how_long}"
 
 
 def missing() -> dict[str, str]:
@@ -126,7 +126,8 @@ def requirements(dev: bool) -> list[str]:
     document = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     names: list[str] = document["project"]["dependencies"]
     if dev:
-        names = names + document["dependency-groups"]["dev"]
+        groups = document["dependency-groups"]
+        names = names + groups["dist"] + [name for name in groups["dev"] if isinstance(name, str)]
         extras = document["project"]["optional-dependencies"]
         # A GPU's libraries are gigabytes that no test here can use. Pictures here go through processors without
         # torchvision, as in an installation without extras.
@@ -139,7 +140,22 @@ class Step:
 
     def __init__(self, number: int, title: str) -> None:
         self._start = time.monotonic()
-        print(f"{number}/{STEPS} {title}", end="", flush=True)
+        self._line = f"{number}/{STEPS} {title}"
+        print(self._line, end="", flush=True)
+
+    def follow(self, building: subprocess.Popen[bytes], log: int) -> int:
+        """Returns the exit status of `building`; until then a terminal shows how many files it is at, from its log."""
+        while building.poll() is None:
+            # Not by reading on: the place in the file is the one where `building` writes.
+            counts = re.findall(rb"^compiling (\d+ of \d+): ", os.pread(log, 1 << 20, 0), re.MULTILINE)
+            if counts and sys.stdout.isatty():
+                tail = f"; {counts[-1].decode()} files"
+                shown = self._line[: shutil.get_terminal_size().columns - len(tail) - 1] + tail
+                print(f"\r\x1b[K{shown}", end="", flush=True)
+            time.sleep(0.1)
+        if sys.stdout.isatty():
+            print(f"\r\x1b[K{self._line}", end="", flush=True)
+        return building.returncode
 
     def done(self, fetched: Fetched | None = None) -> None:
         what = f"; {fetched}" if fetched is not None else ""

@@ -11,7 +11,7 @@ HYDRA_CPU_ONLY=1 leaves CUDA out even where a toolkit exists; HYDRA_REQUIRE_CUDA
 HYDRA_CUDA_ARCHS lists what is compiled for: "90" for machine code of that compute capability, "90+ptx" for intermediate
 code that newer devices translate; "80;90;90+ptx" unless set. HYDRA_NVCC_FLAGS is added to nvcc's flags, NVCC names it.
 HYDRA_BUILD_JOBS sets how many files are compiled at once (as many as there are cores, at most 8, unless set). CXX names
-the compiler.
+the compiler, LDFLAGS is added where the extension is linked.
 
 `python setup.py build_emulated` makes build/emulated/hydra_engine/_C*.so for tests: the same sources with what is above
 AVX2 in C++ (tests/native/emulated), so that every instruction-set level runs on any processor with AVX2.
@@ -45,6 +45,9 @@ COMPILE_FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
 # GCC 12 reports its own AVX-512 headers.
 COMPILE_FLAGS += ["-Wno-maybe-uninitialized"]
 LINK_FLAGS = ["-shared", "-pthread", "-Wl,--exclude-libs,ALL", "-s"]
+# Objects of every Python: only what binds the kernels includes Python.h, and has a folder for each.
+OBJECTS = ROOT / "build" / "native"
+NEEDS_PYTHON = ("csrc/api/", "csrc/bindings.cpp")
 EMULATED = ROOT / "build" / "emulated"
 NVCC_FLAGS = ["-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall", "-Xptxas=-v"]
 # Half the time of a compilation; the results are the same.
@@ -152,26 +155,32 @@ class IncrementalBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
         self.cxx = shlex.split(compiler())
         self.cuda = None if self.emulated else toolkit()
-        self.objects = ROOT / "build" / f"native-{sysconfig.get_config_var('SOABI')}"
+        self.bindings = OBJECTS / sysconfig.get_config_var("SOABI")
         jobs = int(os.environ.get("HYDRA_BUILD_JOBS") or min(len(os.sched_getaffinity(0)), 8))
+        compilations = [self.compilation(source) for source in native_sources(ext.sources, self.cuda)]
+        stale = [one for one in compilations if self.force or is_stale(one[1], one[1].with_suffix(".d"))]
+        titled = [(f"compiling {number} of {len(stale)}: {one[0]}", *one) for number, one in enumerate(stale, 1)]
         with ThreadPoolExecutor(jobs) as pool:
-            compiled = list(pool.map(self.compile_one, native_sources(ext.sources, self.cuda)))
-        # Says which objects the library is made of: with another choice of CUDA they are others, none of them newer.
-        manifest = (EMULATED if self.emulated else self.objects) / "linked"
-        names = "\n".join(map(str, compiled))
-        if not manifest.exists() or manifest.read_text() != names:
-            manifest.write_text(names)
+            list(pool.map(lambda arguments: compile_one(*arguments), titled))
+        compiled = [target for _, target, _ in compilations]
+        flags = [*LINK_FLAGS, *shlex.split(os.environ.get("LDFLAGS", ""))]
+        # Says what the library is made of: with another choice of CUDA they are other objects, none of them newer.
+        manifest = (EMULATED if self.emulated else self.bindings) / "linked"
+        parts = "\n".join([*map(str, compiled), *flags])
+        if not manifest.exists() or manifest.read_text() != parts:
+            manifest.write_text(parts)
         library = Path(self.get_ext_fullpath(ext.name))
         if library.exists() and all(path.stat().st_mtime <= library.stat().st_mtime for path in (*compiled, manifest)):
             return
         library.parent.mkdir(parents=True, exist_ok=True)
         fresh = library.with_suffix(f".{os.getpid()}")
         runtime = [] if self.cuda is None else [str(self.cuda.runtime), "-ldl", "-lrt"]
-        subprocess.run([*self.cxx, *map(str, compiled), *runtime, *LINK_FLAGS, "-o", str(fresh)], cwd=ROOT, check=True)
+        subprocess.run([*self.cxx, *map(str, compiled), *runtime, *flags, "-o", str(fresh)], cwd=ROOT, check=True)
         os.replace(fresh, library)
 
-    def compile_one(self, source: str) -> Path:
-        folder, command = self.objects, [*self.cxx, *COMPILE_FLAGS, "-Icsrc"]
+    def compilation(self, source: str) -> tuple[str, Path, list[str]]:
+        """Returns `source`, its object and the command that compiles it, without the names of both."""
+        folder, command = OBJECTS, [*self.cxx, *COMPILE_FLAGS, "-Icsrc"]
         if self.emulated and source.startswith("csrc/cpu/"):  # the others are as in the extension
             folder, command = EMULATED, [*command, *EMULATOR_FLAGS]
         if self.cuda is not None and CUDA_SOURCES in (ROOT / source).parents:
@@ -183,29 +192,29 @@ class IncrementalBuild(build_ext):
                 # As a system's: their warnings are not ours.
                 codes = self.cuda.codes()
                 command += ["-isystem", str(self.cuda.root / "include"), f'-DHYDRA_CUDA_CODE="{codes}"']
-        else:
-            command += [f"-I{sysconfig.get_paths()['include']}", f"-I{pybind11.get_include()}"]
-        target = folder / Path(source).with_suffix(".o")
-        depfile = target.with_suffix(".d")
-        if not self.force and not is_stale(target, depfile):
-            return target
-        target.parent.mkdir(parents=True, exist_ok=True)
-        started = time.time()  # the object's age: an edit during the compilation makes it stale
-        fresh = target.with_suffix(f".{os.getpid()}.o")
-        print(f"compiling {source}", flush=True)
-        outputs = ["-MMD", "-MF", str(depfile), "-c", source, "-o", str(fresh)]
-        done = subprocess.run(
-            [*command, *outputs], cwd=ROOT, capture_output=source.endswith(".cu"), text=True, check=False
-        )
-        if done.returncode:
-            hint = "; HYDRA_CPU_ONLY=1 builds without CUDA" if source.endswith(".cu") else ""
-            raise SystemExit(f"{done.stderr or ''}hydra-engine: {source} does not compile{hint}")
-        if source.endswith(".cu"):
-            # Registers and spills of every kernel, looked at by tests/native.
-            target.with_suffix(".ptxas").write_text(done.stderr)
-        os.utime(fresh, (started, started))
-        os.replace(fresh, target)
-        return target
+        elif source.startswith(NEEDS_PYTHON):
+            folder = self.bindings
+            # Their names go into assertions, where the folders of this machine would make other bytes of the same code.
+            for name, include in (("python", sysconfig.get_paths()["include"]), ("pybind11", pybind11.get_include())):
+                command += [f"-I{include}", f"-fmacro-prefix-map={include}={name}"]
+        return source, folder / Path(source).with_suffix(".o"), command
+
+
+def compile_one(title: str, source: str, target: Path, command: list[str]) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    started = time.time()  # the object's age: an edit during the compilation makes it stale
+    fresh = target.with_suffix(f".{os.getpid()}.o")
+    print(title, flush=True)
+    outputs = ["-MMD", "-MF", str(target.with_suffix(".d")), "-c", source, "-o", str(fresh)]
+    done = subprocess.run([*command, *outputs], cwd=ROOT, capture_output=source.endswith(".cu"), text=True, check=False)
+    if done.returncode:
+        hint = "; HYDRA_CPU_ONLY=1 builds without CUDA" if source.endswith(".cu") else ""
+        raise SystemExit(f"{done.stderr or ''}hydra-engine: {source} does not compile{hint}")
+    if source.endswith(".cu"):
+        # Registers and spills of every kernel, looked at by tests/native.
+        target.with_suffix(".ptxas").write_text(done.stderr)
+    os.utime(fresh, (started, started))
+    os.replace(fresh, target)
 
 
 class EmulatedBuild(IncrementalBuild):

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 from functools import cache
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from bootstrap import has_driver
 from hydra_engine import _C
 
 ROOT = Path(__file__).parents[2]
-OBJECTS = ROOT / "build" / f"native-{sysconfig.get_config_var('SOABI')}"
+OBJECTS = ROOT / "build" / "native"
 CODES = _C.cuda_probe()["codes"]
 CUBINS = [code for code in CODES if code.startswith("sm_")]
 LIBRARY = str(_C.__file__)

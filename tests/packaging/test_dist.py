@@ -1,28 +1,28 @@
-"""The shipped files: the sdist builds elsewhere, its wheel holds what it must and no more, and runs without the
-tree."""
+"""`make dist`: the same bytes each time, a wheel that an index takes, that holds what it must and no more and runs
+without the tree; the sdist builds elsewhere."""
 
 from __future__ import annotations
 
 import ast
 import os
 import re
-import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
 import tomllib
 import zipfile
-from importlib.metadata import packages_distributions
+from importlib.metadata import files, packages_distributions
 from pathlib import Path
 
 import pytest
 
+import bootstrap
 import hydra_engine
+from tools import dist
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-OBJECTS = Path("build") / f"native-{sysconfig.get_config_var('SOABI')}"
 VERSION = hydra_engine.__version__
 # Their owner is a dependency that always has them.
 BROUGHT_ALONG = {
@@ -32,7 +32,6 @@ BROUGHT_ALONG = {
     "yarl": "aiohttp",
 }
 
-BUILD_SDIST = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
 WHERE = """
 import sys, hydra_engine, hydra_kernels
 from hydra_engine import _C
@@ -51,21 +50,15 @@ def run(*command: str | Path, cwd: Path, **variables: str) -> str:
     return done.stdout
 
 
-def build(tmp_path: Path, *, reuse_objects: bool) -> Path:
-    """The wheel of the sdist of this tree, built in a folder of its own."""
-    run(sys.executable, "-c", BUILD_SDIST, tmp_path, cwd=ROOT)
-    (sdist,) = tmp_path.glob("*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path, filter="data")
-    source = tmp_path / f"hydra_engine-{VERSION}"
-    assert not [name for name in ("tests", "bench", "docs", "deploy", "tools", "build") if (source / name).exists()]
-    if reuse_objects:
-        # Objects are valid by their sources' times, which archives keep.
-        shutil.copytree(ROOT / OBJECTS, source / OBJECTS)
-    pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps")
-    run(*pip, "--wheel-dir", tmp_path / "wheels", source, cwd=tmp_path, HYDRA_CPU_ONLY="1")
-    (wheel,) = (tmp_path / "wheels").glob("*.whl")
-    return wheel
+def make_dist(folder: Path) -> tuple[Path, Path]:
+    """The sdist and this Python's wheel; fetches what builds them, if it is not here yet."""
+    command = [sys.executable, "-m", "tools.dist", "--dir", str(folder), sys.executable]
+    environment = os.environ | {"SOURCE_DATE_EPOCH": "1700000000"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-4000:]
+    sdist, wheel = sorted(folder.iterdir(), key=lambda path: path.suffix)
+    assert f"torch=={bootstrap.pinned('torch')}+cpu {os.path.relpath(wheel, ROOT)}\n" in done.stdout
+    return sdist, wheel
 
 
 def check_files(wheel: Path) -> None:
@@ -131,10 +124,23 @@ def check_it_runs(wheel: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_wheel_of_the_sdist_holds_what_it_must_and_runs(tmp_path: Path) -> None:
-    if not (ROOT / OBJECTS).exists():
+def test_make_dist_gives_the_same_bytes_and_a_wheel_that_an_index_takes_and_that_runs(tmp_path: Path) -> None:
+    if not (ROOT / "build" / "native").exists():
         pytest.skip("nothing is built here yet (`make build`); the slow test compiles everything")
-    wheel = build(tmp_path, reuse_objects=True)
+    first, second = make_dist(tmp_path / "first"), make_dist(tmp_path / "second")
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+    wheel = first[1]
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert re.fullmatch(rf"hydra_engine-{VERSION}-{tag}-{tag}-manylinux_2_\d\d_x86_64\.whl", wheel.name)
+    with zipfile.ZipFile(wheel) as archive:
+        held = {info.filename: info for info in archive.infolist()}
+        assert {info.date_time for info in held.values()} == {(2023, 11, 14, 22, 13, 20)}
+        (extension,) = (name for name in held if name.endswith(".so"))
+        content = archive.read(extension)
+    # The machine's own C++ runtime and its folders are not in it.
+    assert b"libstdc++.so" not in content and str(ROOT).encode() not in content
+    licences = f"hydra_engine-{VERSION}.dist-info/licenses"
+    assert {f"{licences}/LICENSE", f"{licences}/csrc/LICENSE.pybind11"} <= held.keys()
     check_files(wheel)
     check_it_runs(wheel, tmp_path)
 
@@ -142,7 +148,67 @@ def test_a_wheel_of_the_sdist_holds_what_it_must_and_runs(tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # two minutes of two cores, if it has them
 def test_the_sdist_has_everything_that_the_compiler_needs(tmp_path: Path) -> None:
-    check_files(build(tmp_path, reuse_objects=False))
+    sdist, _ = make_dist(tmp_path / "dist")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    source = tmp_path / f"hydra_engine-{VERSION}"
+    assert not [name for name in ("tests", "bench", "docs", "deploy", "tools", "build") if (source / name).exists()]
+    pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps")
+    run(*pip, "--wheel-dir", tmp_path / "wheels", source, cwd=tmp_path, HYDRA_CPU_ONLY="1")
+    (wheel,) = (tmp_path / "wheels").glob("*.whl")
+    check_files(wheel)
+
+
+def test_dates_modes_and_order_of_files_do_not_come_from_the_machine(tmp_path: Path) -> None:
+    held = {"a/x.py": b"1", "a/_C.so": b"2", "a-1.dist-info/METADATA": b"3", "a-1.dist-info/RECORD": b"a/x.py,,\n"}
+    for kind, order in (("first", list(held)), ("second", list(reversed(held)))):
+        with zipfile.ZipFile(tmp_path / f"{kind}.whl", "w") as archive:
+            for name in order:
+                info = zipfile.ZipInfo(name, (2001 if kind == "first" else 2002, 1, 1, 0, 0, 0))
+                info.external_attr = (0o100600 if kind == "first" else 0o100777) << 16
+                archive.writestr(info, held[name])
+        dist.normalise_wheel(tmp_path / f"{kind}.whl", tmp_path / f"{kind}-clean.whl", 1700000000)
+        with tarfile.open(tmp_path / f"{kind}.tar.gz", "w:gz") as archive_of_source:
+            for name in order:
+                path = tmp_path / kind / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(held[name])
+                path.chmod(0o600 if kind == "first" else 0o777)
+                archive_of_source.add(path, name)
+        dist.normalise_sdist(tmp_path / f"{kind}.tar.gz", 1700000000)
+    for end in ("-clean.whl", ".tar.gz"):
+        assert (tmp_path / f"first{end}").read_bytes() == (tmp_path / f"second{end}").read_bytes()
+    with zipfile.ZipFile(tmp_path / "first-clean.whl") as archive:
+        names = archive.namelist()
+        record = archive.read(names[-1]).decode().splitlines()
+    assert names == ["a/_C.so", "a/x.py", "a-1.dist-info/METADATA", "a-1.dist-info/RECORD"]
+    assert [line.split(",")[0] for line in record] == names and record[1].startswith("a/x.py,sha256=a4ayc_80_OGda4BO")
+
+
+def test_a_python_without_headers_is_named_and_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = {"old": (3, 10, 1, True), "new": (3, 12, 1, True), "again": (3, 12, 9, True), "bare": (3, 13, 0, False)}
+
+    def ask(name: str) -> dict[str, object] | None:
+        about = known.get(name)
+        return about and {"version": list(about[:3]), "is_usual": True, "has_headers": about[3]}
+
+    monkeypatch.setattr(dist, "ask", ask)
+    monkeypatch.setattr(dist, "find_pythons", lambda: iter([*known, "a shim that fails"]))
+    assert [python.executable for python in dist.choose([])] == ["new"]
+    assert capsys.readouterr().out == (
+        "Python 3.13.0 (bare) is left out: it has no Python.h (of Debian's python3.13-dev)\n"
+    )
+    with pytest.raises(SystemExit, match=r"there is no Python 3\.11 or newer with its headers here"):
+        dist.choose(["bare", "old"])
+    with pytest.raises(SystemExit, match="PYTHONS: nothing is no Python that runs here"):
+        dist.choose(["nothing"])
+
+
+def test_the_licence_of_what_is_compiled_in_is_shipped() -> None:
+    (installed,) = (path for path in files("pybind11") or () if path.name == "LICENSE")
+    assert (ROOT / "csrc" / "LICENSE.pybind11").read_text() == installed.read_text()
 
 
 def test_one_version() -> None:
