@@ -13,19 +13,20 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import fields
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack, overload
 
 from hydra_engine.cluster.supervisor import Ahead
 from hydra_engine.config import DEMO_MODEL, EngineConfig, config_from_options
+from hydra_engine.config.options import as_keywords
 from hydra_engine.core.call import GenerationCall, Role
 from hydra_engine.core.instances import InstanceState, Topology
 from hydra_engine.core.outputs import Piece, Result
 from hydra_engine.core.prompting import MediaLimits, TemplateOptions
 from hydra_engine.core.reports import InstanceSummary, LedgerReport, Status
 from hydra_engine.core.sampling import GenerationDefaults
-from hydra_engine.errors import EngineClosed
+from hydra_engine.errors import EngineClosed, HydraError
 from hydra_engine.frontend.batch import run_batch
 from hydra_engine.frontend.call import (
     BatchOptions,
@@ -81,14 +82,17 @@ class Engine:
     def __init__(
         self, model: str | Path = DEMO_MODEL, *, progress: bool | None = None, processes: bool = False, **options: Any
     ) -> None:
-        self._prepare(config_from_options(str(model), options), processes=processes)
-        self._start_on_thread(progress)
+        with _errors_with_keywords():
+            self._prepare(config_from_options(str(model), options), processes=processes)
+            self._start_on_thread(progress)
 
     @classmethod
     def from_config(cls, config: EngineConfig, *, progress: bool | None = None, processes: bool = False) -> Self:
-        """Starts an engine from a complete configuration; otherwise like `Engine(...)`."""
-        parts = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "model"}
-        return cls(config.model, progress=progress, processes=processes, **parts)
+        """Starts an engine from a complete configuration; otherwise like `Engine(...)`. Errors name flags."""
+        engine = cls.__new__(cls)
+        engine._prepare(config, processes=processes)
+        engine._start_on_thread(progress)
+        return engine
 
     @classmethod
     def create_unstarted(cls, config: EngineConfig, ahead: Ahead | None = None) -> Self:
@@ -528,6 +532,15 @@ class Engine:
     def trace_events(self, seconds: float) -> list[dict[str, Any]]:
         """Chrome trace events of the last `seconds`. Thread-safe."""
         return self.frontend.trace_events(seconds)
+
+
+@contextmanager
+def _errors_with_keywords() -> Iterator[None]:
+    """Spells flags in errors of its body as keywords of `Engine(...)`."""
+    try:
+        yield
+    except HydraError as error:
+        raise error.with_message(as_keywords(error.message)) from error.__cause__
 
 
 class LoopThread:
