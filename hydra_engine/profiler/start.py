@@ -150,7 +150,7 @@ def _measured(
     done = calibrate(site, progress, deadline_s)
     other_load = other.share()
     surface = fit(done.samples)
-    notes = [note] if (note := busy_note(other_load)) else []
+    notes = [f"{note}; `hydra-engine profile` measures for the next start"] if (note := busy_note(other_load)) else []
     if done.num_left:
         notes.append(f"{done.num_left} of {done.num_points} kinds of steps were not measured within {deadline_s:g} s")
     if vision is not None and not done.samples.vision:

@@ -188,6 +188,9 @@ def test_doctor_lists_every_operation_with_a_reason(here: Here) -> None:
     assert again.stdout.splitlines()[0] == done.stdout.splitlines()[0]
     table = done.stdout.split("operations\n")[1].strip().splitlines()
     assert len(table) >= 12 and all(len(line.split(maxsplit=2)) == 3 for line in table)
+    assert re.search(
+        r"\n  memory +[\d.]+ GiB, [\d.]+ [GM]iB available\n  for downloads +[\d.]+ [GMT]iB free in", done.stdout
+    )
 
 
 def test_doctor_tells_what_it_found_of_cuda_and_what_it_would_take(here: Here) -> None:

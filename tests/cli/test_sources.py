@@ -336,7 +336,7 @@ def test_flags_may_be_written_with_underscores() -> None:
     assert settings.engine().chat_template == "a_b" and not settings.engine().cache.prefix_caching
 
 
-@pytest.mark.parametrize("asked", [["--help=max-num"], ["--help", "max_num"], ["-h", "MAX-NUM"]])
+@pytest.mark.parametrize("asked", [["--help=max-num"], ["--help", "max_num"], ["--help", "MAX-NUM"]])
 def test_help_finds_flags_by_a_part_of_their_name(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["serve", *asked])
