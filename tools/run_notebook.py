@@ -14,6 +14,7 @@ import inspect
 import json
 import pprint
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +46,19 @@ def shown(value: Any, number: int) -> list[dict[str, Any]]:
     return [{"output_type": "execute_result", "execution_count": number, "metadata": {}, "data": data}]
 
 
-async def run(path: Path) -> None:
-    notebook, names = json.loads(path.read_text(encoding="utf-8")), dict[str, Any]()
-    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    for number, cell in enumerate(cells, 1):
+async def run_cells(cells: Iterable[dict[str, Any]]) -> None:
+    names: dict[str, Any] = {}
+    for number, cell in enumerate((cell for cell in cells if cell["cell_type"] == "code"), 1):
         cell["execution_count"] = number
         cell["outputs"] = shown(await run_cell("".join(cell["source"]), names), number)
+
+
+def main() -> None:
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else NOTEBOOK
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    asyncio.run(run_cells(notebook["cells"]))
     path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    asyncio.run(run(Path(sys.argv[1]) if len(sys.argv) > 1 else NOTEBOOK))
+    main()

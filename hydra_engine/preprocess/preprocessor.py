@@ -75,6 +75,7 @@ class Preprocessor:
         chat_template_path: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.tokenizer_class = spec.tokenizer_class
         self._spec = spec
         self._max_model_len = max_model_len
         self._seed = seed

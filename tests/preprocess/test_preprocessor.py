@@ -236,7 +236,6 @@ async def test_text_models_take_no_pictures(make_preprocessor: Any, picture: Pic
 
 WRONG = [
     ({}, "prompt"),
-    ({"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "prompt"),
     ({"messages": [{"role": "user", "content": "x"}], "images": b"x"}, "images"),
     ({"prompt": 5}, "prompt"),
     ({"prompt": {"a": 1}}, "prompt"),
