@@ -125,7 +125,7 @@ class Preprocessor:
         arrival_s = self._clock.now() if arrival_s is None else arrival_s
         _check_limits(call.slo, call.priority)
         self._check_vocabulary(sampling)
-        seed = self._draw_seed() if sampling.seed is None else sampling.seed & SEED_MASK
+        seed = self._draw_seed() if sampling.seed in (None, -1) else sampling.seed & SEED_MASK
         prompt = self._prompt_of(call)
         sources = self._loader.resolve_sources(prompt.media)
         started_s = self._clock.now()
