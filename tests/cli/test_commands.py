@@ -223,8 +223,8 @@ def test_without_the_source_tree_there_is_the_load_generator(
 ) -> None:
     monkeypatch.setattr("hydra_terminal.bench._FOLDER", tmp_path)
     *lines, last = here("bench").stdout.splitlines()
-    assert lines[1].split()[0] == "serve" and "run this from a clone" in last
-    assert "run this from a clone" in here("bench", "ops.linear").stderr
+    assert lines[1].split()[0] == "serve" and last.startswith("Others than `serve`") and "from a clone" in last
+    assert "'ops.linear'; others than `serve` are part of the source tree" in here("bench", "ops.linear").stderr
     assert here("bench", "serve", "--help").returncode == 0
 
 
