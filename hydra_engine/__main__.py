@@ -128,7 +128,7 @@ def _refuse_flag_without_command(first: str) -> None:
     known = commands["serve"].flags()
     if (flag := flag.replace("_", "-")) in known:
         parser.error(f"a command is missing, as in `hydra-engine serve {flag[:60]} ...`")
-    sentence = unknown_name(flag.lstrip("-"), (name[2:] for name in known), flag[:60], lambda name: f"--{name}")
+    sentence = unknown_name(flag.lstrip("-"), (name[2:] for name in known), flag[:60])
     parser.error(f"{sentence}; a command comes first, as in `hydra-engine serve demo`")
 
 

@@ -4,10 +4,10 @@ Imports no torch, so that `--help` is fast."""
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hydra_engine.config import (
-    SHAPES,
     CacheConfig,
     ClusterConfig,
     EngineConfig,
@@ -16,9 +16,15 @@ from hydra_engine.config import (
     ServerConfig,
 )
 from hydra_engine.config.fields import Option, options_of
-from hydra_engine.config.options import MEDIA_LIMIT_FIELDS, MEDIA_LIMITS, SECTIONS, all_options
+from hydra_engine.config.options import (
+    MEDIA_LIMIT_FIELDS,
+    MEDIA_LIMITS,
+    SECTIONS,
+    all_options,
+    described_default,
+    options_by_name,
+)
 from hydra_engine.core.sampling import SamplingParams
-from hydra_engine.core.units import size
 
 DEFAULT_URL = "http://127.0.0.1:8000"  # a server with default options
 
@@ -94,13 +100,13 @@ class GivenOnce(argparse.Action):
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    option = options_by_name()["model"]
     parser.usage = "%(prog)s [MODEL] [options]"
     parser.add_argument(
         "model",
         nargs="?",
         metavar="MODEL",
-        help="Hugging Face model directory, hub id (org/name), `demo` (the default), or with --load-format random one "
-        f"of {', '.join(SHAPES)}; also HYDRA_MODEL, or `model` in the file",
+        help=f"{option.help} (default: {option.default}); also HYDRA_MODEL, or `model` in the file",
         action=GivenOnce,
     )
     parser.add_argument("--model", metavar="MODEL", dest="model", help="the same", action=GivenOnce)
@@ -119,23 +125,34 @@ def add_all_options(parser: argparse.ArgumentParser) -> None:
     _add_options(parser, tuple(SECTIONS.values()), frozenset())
 
 
+def grouped_options(offered: Mapping[str, Option]) -> Iterator[tuple[str, list[Option]]]:
+    """Yields the groups of the help with their options, of those in `offered`, which are by field."""
+    grouped = {name for names in _GROUPS.values() for name in names}
+    for title, names in _GROUPS.items():
+        rest = [n for n, o in offered.items() if n not in grouped and _GROUP_OF_CLASS[o.owner] == title]
+        if given := [offered[name] for name in (*names, *rest) if name in offered]:
+            yield title, given
+
+
 def _add_options(parser: argparse.ArgumentParser, classes: tuple[type, ...], skip: frozenset[str]) -> None:
     parser.add_argument(
         "--config", metavar="FILE", help="YAML file with flag names as keys; HYDRA_* variables and flags win over it"
     )
     offered = {o.field: o for o in all_options() if o.owner in classes and not o.positional and o.field not in skip}
-    grouped = {name for names in _GROUPS.values() for name in names}
-    for title, names in _GROUPS.items():
-        rest = [n for n, o in offered.items() if n not in grouped and _GROUP_OF_CLASS[o.owner] == title]
-        given = [offered[name] for name in (*names, *rest) if name in offered]
-        if not given:
-            continue
+    for title, given in grouped_options(offered):
         group = parser.add_argument_group(title)
         for option in given:
             _add_option(group, option)
         if any(option.field in MEDIA_LIMIT_FIELDS.values() for option in given):
             text = '--max-images and --max-videos as vLLM writes them: \'{"image": 4, "video": 0}\''
             group.add_argument(f"--{MEDIA_LIMITS}", metavar="JSON", help=text)
+
+
+class _Shown(tuple[str, ...]):
+    """Choices that argparse shows and `sources.py` checks, for there are other names for some."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
 
 
 _LONGEST_CHOICES = 70  # characters; longer lists are in the help and not in the usage
@@ -147,10 +164,8 @@ def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
     choices = ", ".join(option.choices or ())
     if len(choices) > _LONGEST_CHOICES:
         text += f"; one of {choices}"
-    if option.default not in (None, (), ""):
-        shown = ("off", "on")[option.default] if option.kind is bool else option.default
-        shown = f"{shown}, {size(option.default)}" if option.name.endswith("-bytes") else shown
-        text += f" (default: {shown})"
+    if default := described_default(option):
+        text += f" (default: {default})"
     if option.aliases:
         text += f" (also --{', --'.join(option.aliases)})"
     shown_as: dict[str, Any] = {"dest": option.field, "help": text.replace("%", "%%")}
@@ -160,7 +175,7 @@ def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, **shown_as)
         elif option.choices is not None:
             metavar = "NAME" if len(choices) > _LONGEST_CHOICES else None
-            group.add_argument(flag, choices=option.choices, metavar=metavar, **shown_as)
+            group.add_argument(flag, choices=_Shown(option.choices), metavar=metavar, **shown_as)
         else:
             action = "append" if option.kind is tuple else "store"
             metavar = _METAVARS_OF_KINDS.get(option.form) or _METAVARS.get(option.kind, "VALUE")

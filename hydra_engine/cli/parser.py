@@ -74,7 +74,7 @@ class Parser(argparse.ArgumentParser):
         from hydra_engine.config.other_engines import unknown_name
 
         known = [flag.removeprefix("--") for flag in self.flags()]
-        self.error(unknown_name(name.lstrip("-"), known, name[:60], lambda near: f"--{near}"))
+        self.error(unknown_name(name.lstrip("-"), known, name[:60]))
 
     def error(self, message: str) -> NoReturn:
         find = ", or `--help PART` to find a flag" if self._subparsers is None else ""

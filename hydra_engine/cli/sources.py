@@ -22,9 +22,17 @@ from hydra_engine.config import (
     environment_api_keys,
     environment_settings,
 )
-from hydra_engine.config.options import MEDIA_LIMITS, SECTIONS, all_options, media_limits, options_by_name, variable_of
-from hydra_engine.config.other_engines import reason_ignored, unknown_name
-from hydra_engine.config.values import value_from_flags, value_from_text, value_from_yaml
+from hydra_engine.config.options import (
+    MEDIA_LIMITS,
+    SECTIONS,
+    all_options,
+    media_limits,
+    options_by_name,
+    variable_of,
+    warning_of_units,
+)
+from hydra_engine.config.other_engines import Spelling, reason_ignored, unknown_name
+from hydra_engine.config.values import value_from_flags, value_from_object, value_from_text
 from hydra_engine.errors import ConfigError
 
 C = TypeVar("C")
@@ -67,7 +75,10 @@ class Settings:
                 parts[name] = self._make(cls)
         if media:
             parts["media"] = replace(parts["media"], **media)
-        return self._make(EngineConfig, model=model or self.model, **parts)
+        config = self._make(EngineConfig, model=model or self.model, **parts)
+        if (warning := warning_of_units(config)) is not None:
+            sys.stderr.write(f"hydra-engine: warning: {warning}\n")
+        return config
 
     def server(self) -> ServerConfig:
         return self._make(ServerConfig)
@@ -169,7 +180,7 @@ def _refuse_service_link(variable: str, text: str) -> None:
 
 def _warn(unknown: list[str]) -> None:
     for variable in unknown[:_MAX_WARNINGS]:
-        sentence = unknown_name(variable.removeprefix("HYDRA_"), options_by_name(), variable, variable_of)
+        sentence = unknown_name(variable.removeprefix("HYDRA_"), options_by_name(), variable, Spelling.VARIABLE)
         sys.stderr.write(f"hydra-engine: warning: {sentence}; the variable is ignored\n")
     if more := unknown[_MAX_WARNINGS:]:
         sys.stderr.write(f"hydra-engine: warning: {len(more)} more HYDRA_ variables are no options and are ignored\n")
@@ -196,7 +207,7 @@ def _from_file(path: Path) -> Layer:
             elif option is None and (reason := reason_ignored(name, value)) is not None:
                 sys.stderr.write(f"hydra-engine: note: {where} changes nothing here: {reason}\n")
             elif option is None:
-                sentence = unknown_name(name, [*options, MEDIA_LIMITS], f"{key.value[:_MAX_KEY]!r}")
+                sentence = unknown_name(name, [*options, MEDIA_LIMITS], f"{key.value[:_MAX_KEY]!r}", Spelling.KEY)
                 raise ConfigError(f"line {key.start_mark.line + 1} of the configuration file: {sentence}", param=name)
             elif section and SECTIONS[section] is not option.owner:
                 home = next(name for name, cls in SECTIONS.items() if cls is option.owner)
@@ -204,7 +215,7 @@ def _from_file(path: Path) -> Layer:
             elif option.field in layer:
                 raise ConfigError(f"{where} is given twice", param=option.field)
             elif value is not None:
-                layer[option.field] = Setting(value_from_yaml(option, value, where), _source(path, key))
+                layer[option.field] = Setting(value_from_object(option, value, where), _source(path, key))
         if limits is not None and limits[0] is not None:
             _add_media_limits(layer, *limits)
     finally:

@@ -17,7 +17,6 @@ from hydra_engine.config.engine import (
     EngineConfig,
     MediaConfig,
     SchedulerConfig,
-    config_from_options,
 )
 from hydra_engine.config.environment import (
     SECRET_VARIABLES,
@@ -28,6 +27,7 @@ from hydra_engine.config.environment import (
     state_folder,
 )
 from hydra_engine.config.hub import find_model
+from hydra_engine.config.keywords import EngineOptions, check_start, config_from_options
 from hydra_engine.config.server import ServerConfig
 from hydra_engine.config.values import MAX_LIMIT_S, parse_seconds
 
@@ -38,6 +38,7 @@ __all__ = [
     "DEFAULT_TOKENS",
     "DEMO_MODEL",
     "EngineConfig",
+    "EngineOptions",
     "MAX_LIMIT_S",
     "MAX_PRIORITY",
     "MediaConfig",
@@ -45,6 +46,7 @@ __all__ = [
     "SHAPES",
     "SchedulerConfig",
     "ServerConfig",
+    "check_start",
     "config_from_options",
     "environment_admin_key",
     "environment_api_key_file",

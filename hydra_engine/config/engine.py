@@ -3,19 +3,17 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from hydra_engine.config.environment import user_folder
-from hydra_engine.config.fields import KV_DTYPE_NAMES, LOAD_FORMAT_NAMES, LOG_FORMATS, check_choices, opt, positive
+from hydra_engine.config.fields import LOG_FORMATS, not_negative, opt, positive
 from hydra_engine.config.instance_limits import chosen_limits, parse_instance_limits
 from hydra_engine.config.values import (
     MAX_ENCODE_SIZE,
     MAX_GRAPH_SIZE,
-    parse_graph_sizes,
-    parse_seconds,
+    check_graph_sizes,
+    check_values,
     parse_sm_split,
 )
 from hydra_engine.core.instances import Role, Topology
@@ -27,6 +25,8 @@ DEMO_MODEL = "demo"
 SHAPES = ("llava-1.5-7b", "qwen2-vl-7b", "qwen2.5-vl-7b")  # models that ship without weights, for load_format random
 DEFAULT_TOKENS, DEFAULT_REQUESTS = 512, 64  # limits of a language step on a CPU
 MAX_PRIORITY = (1 << 31) - 1  # of a request; the lowest is -MAX_PRIORITY - 1
+
+_DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
 
 
 class _Implementations(tuple[str, ...]):
@@ -72,7 +72,7 @@ class ClusterConfig:
     check_transfers: bool = opt(False, "compare checksums of all blocks that move between instances (slow)")
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_values(self)
         positive(self, "lease_s", "suspect_s", "fence_s", "recovery_s", "max_attempts")
 
 
@@ -94,22 +94,29 @@ class MediaConfig:
         "most bytes of fetched images and videos that are not decoded yet, half of them for one client; above it 503",
     )
     allow_private_media: bool = opt(False, "also fetch images from private network addresses")
-    allowed_media_domains: tuple[str, ...] = opt((), "fetch images from these hosts only")
+    allowed_media_domains: tuple[str, ...] = opt((), "fetch images from these hosts only", unset="from all")
     allowed_media_path: str | None = opt(
         None,
         "folder below which file:// images may be read by the server",
+        unset="none",
         aliases=("allowed-local-media-path",),
         kind="folder",
     )
     local_files: bool = opt(False, "open plain paths and file:// anywhere (the embedded engine; never the server)")
     decode_workers: int = opt(2, "threads that decode and resize images")
     pixel_cache_mib: int = opt(256, "memory for processed pixels, so that a repeated image is decoded once; 0: off")
-    min_pixels: int | None = opt(None, "enlarge smaller images to this many pixels (models with dynamic resolution)")
-    max_pixels: int | None = opt(None, "shrink larger images to this many pixels (models with dynamic resolution)")
+    min_pixels: int | None = opt(
+        None, "enlarge smaller images to this many pixels (models with dynamic resolution)", unset="what the model says"
+    )
+    max_pixels: int | None = opt(
+        None, "shrink larger images to this many pixels (models with dynamic resolution)", unset="what the model says"
+    )
 
     def __post_init__(self) -> None:
+        check_values(self)
         positive(self, "max_images", "max_image_bytes", "max_image_pixels", "decode_workers")
-        positive(self, "max_video_bytes", "max_video_frames", "max_video_pixels", "fetch_timeout_s")
+        not_negative(self, "max_videos", "pixel_cache_mib")
+        positive(self, "max_aspect_ratio", "max_video_bytes", "max_video_frames", "max_video_pixels", "fetch_timeout_s")
         if self.max_fetched_bytes < 2 * max(self.max_image_bytes, self.max_video_bytes):
             raise ConfigError(
                 "max_fetched_bytes must be at least twice max_image_bytes and max_video_bytes, for a client gets half",
@@ -129,25 +136,31 @@ class SchedulerConfig:
     beside decodes is cut (see `Budgets`)."""
 
     tpot_slo: float | None = opt(
-        None, "limit for the time between two tokens, for example 40ms; budgets are derived from it", kind="seconds"
+        None,
+        "limit for the time between two tokens, for example 40ms; budgets are derived from it",
+        unset="no limit",
+        kind="seconds",
     )
-    ttft_slo: float | None = opt(None, "limit for the time to the first token, for example 1s", kind="seconds")
+    ttft_slo: float | None = opt(
+        None, "limit for the time to the first token, for example 1s", unset="no limit", kind="seconds"
+    )
     token_budget: int | None = opt(
         None,
-        "most tokens of one language step (decodes and prefill chunks together); default: 512, on a GPU 2048 or 4096, "
-        "or less where its memory is small",
+        "most tokens of one language step (decodes and prefill chunks together)",
+        unset=f"{DEFAULT_TOKENS}, on a GPU 2048 or 4096, or less where its memory is small",
         aliases=("max-num-batched-tokens",),
     )
     image_budget: int = opt(0, "most patches of one vision step; 0: two images of the largest size, at most 16384")
     handover_tokens: int | None = opt(
         None,
         "a prompt whose KV goes to another instance is computed half by half of what is left, in parts of at least so "
-        "many tokens, so that one part is copied while the next is computed; 0: as many as fit a step; default: as "
-        "many as take as long to copy as the shortest step takes to compute, both as measured while serving",
+        "many tokens, so that one part is copied while the next is computed; 0: as many as fit a step",
+        unset="as many as take as long to copy as the shortest step takes to compute, both as measured while serving",
     )
     max_num_seqs: int | None = opt(
         None,
-        "most requests that hold KV blocks at once; default: 64, on a GPU 256, or less where its memory is small",
+        "most requests that hold KV blocks at once",
+        unset=f"{DEFAULT_REQUESTS}, on a GPU 256, or less where its memory is small",
     )
     max_queue: int = opt(512, "most requests accepted and not finished; above it 503")
     scheduling_policy: str = opt(
@@ -167,8 +180,8 @@ class SchedulerConfig:
     max_bypass: int = opt(16, "how many later requests may overtake a waiting one before blocks are reserved for it")
     look_ahead: bool | None = opt(
         None,
-        "plan the next language step while one runs; default: on a GPU only, because on a CPU it costs goodput under "
-        "mixed load",
+        "plan the next language step while one runs",
+        unset="on a GPU only, because on a CPU it costs goodput under mixed load",
     )
 
     @property
@@ -187,16 +200,9 @@ class SchedulerConfig:
         return self.tpot_slo is not None
 
     def __post_init__(self) -> None:
-        """Converts durations given as text to seconds. Raises ConfigError for a value out of range."""
-        check_choices(self)
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.metadata.get("kind") == "seconds" and value is not None:
-                name = f"{f.name} (--{f.name.replace('_', '-')})"
-                object.__setattr__(self, f.name, parse_seconds(value, name, param=f.name))
+        check_values(self)
         positive(self, "token_budget", "max_num_seqs", "max_queue", "max_bypass")
-        if self.handover_tokens is not None and self.handover_tokens < 0:
-            raise ConfigError("handover_tokens must be 0 or more", param="handover_tokens")
+        not_negative(self, "handover_tokens", "image_budget")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,10 +211,11 @@ class CacheConfig:
 
     kv_cache_gib: float | None = opt(
         None,
-        "memory of each instance's KV cache in GiB; default: enough for max_num_seqs, bounded; on a GPU the rest",
+        "memory of each instance's KV cache in GiB",
+        unset="enough for max-num-seqs, bounded; on a GPU the rest",
     )
     image_cache_gib: float | None = opt(
-        None, "memory of each instance's image cache in GiB; default: enough for 16 large images"
+        None, "memory of each instance's image cache in GiB", unset="enough for 16 large images"
     )
     block_size: int = opt(16, "tokens per KV block")
     image_block_size: int = 64  # feature rows
@@ -218,12 +225,22 @@ class CacheConfig:
     kv_cache_dtype: str = opt(
         "auto",
         "type of keys and values: auto is that of activations, int8 holds nearly twice as many tokens",
-        choices=("auto", "float32", "bfloat16", "float16", "int8", "fp8", *KV_DTYPE_NAMES),
+        choices=("auto", "float32", "bfloat16", "float16", "int8"),
+        other_choices=_DTYPES,
+        refused_choices=dict.fromkeys(
+            ("fp8", "fp8_e4m3", "fp8_e5m2"),
+            "take int8, which has the same size and is more precise with a scale for each token and head",
+        ),
     )
     num_kv_blocks: int | None = opt(
-        None, "number of KV blocks, instead of kv_cache_gib (tests)", aliases=("num-gpu-blocks-override",)
+        None,
+        "number of KV blocks, instead of kv_cache_gib (tests)",
+        unset="what kv-cache-gib holds",
+        aliases=("num-gpu-blocks-override",),
     )
-    num_image_blocks: int | None = opt(None, "number of image blocks, instead of image_cache_gib (tests)")
+    num_image_blocks: int | None = opt(
+        None, "number of image blocks, instead of image_cache_gib (tests)", unset="what image-cache-gib holds"
+    )
     prefix_caching: bool = opt(
         True,
         "reuse KV of equal prompt prefixes, and features of equal pictures",
@@ -231,11 +248,20 @@ class CacheConfig:
     )
 
     def __post_init__(self) -> None:
-        check_choices(self)
-        object.__setattr__(self, "kv_cache_dtype", KV_DTYPE_NAMES.get(self.kv_cache_dtype, self.kv_cache_dtype))
-        positive(self, "block_size")
+        check_values(self)
+        positive(self, "block_size", "kv_cache_gib", "image_cache_gib")
+        not_negative(self, "num_kv_blocks", "num_image_blocks")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError("gpu_memory_utilization must be above 0 and at most 1", param="gpu_memory_utilization")
+
+
+# Fields of EngineConfig that are groups of options.
+PARTS: dict[str, type] = {
+    "scheduler": SchedulerConfig,
+    "cache": CacheConfig,
+    "media": MediaConfig,
+    "cluster": ClusterConfig,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,14 +282,16 @@ class EngineConfig:
     model_folder: str | None = None
     mmproj: str | None = opt(
         None,
-        "GGUF file with the vision tower and projector of a model that is a GGUF file; default: the only mmproj*.gguf "
-        "of a model that is a folder",
+        "GGUF file with the vision tower and projector of a model that is a GGUF file",
+        unset="the only mmproj*.gguf of a model that is a folder",
         kind="file",
     )
-    revision: str | None = opt(None, "branch, tag or commit of a hub id; default: main")
+    revision: str | None = opt(None, "branch, tag or commit of a hub id", unset="main")
     download: bool = opt(False, "download a hub id that is not in the Hugging Face cache")
     device: str = opt("auto", "auto, cpu or cuda:N; auto: cuda:0 if there is a usable GPU, else cpu")
-    dtype: str = opt("auto", "weights and activations", choices=("auto", "float32", "bfloat16", "float16"))
+    dtype: str = opt(
+        "auto", "weights and activations", choices=("auto", "float32", "bfloat16", "float16"), other_choices=_DTYPES
+    )
     topology: str = opt(
         "EPD",
         "instances and the stages that each serves: EPD is one for all; EP+D keeps decodes apart; 1E3P4D is one that "
@@ -275,8 +303,8 @@ class EngineConfig:
         "'D:max_num_seqs=128;P:token_budget=8192,max_num_seqs=16;e0:image_budget=4096'. Of token_budget, max_num_seqs, "
         "image_budget, kv_cache_gib, image_cache_gib, num_kv_blocks and num_image_blocks",
     )
-    max_model_len: int | None = opt(None, "longest prompt plus output; default: what the model allows")
-    threads: int | None = opt(None, "CPU threads per lane; default: all cores that this process may use")
+    max_model_len: int | None = opt(None, "longest prompt plus output", unset="what the model allows")
+    threads: int | None = opt(None, "CPU threads per lane", unset="all cores that this process may use")
     lane_priority: str = opt(
         "auto",
         "the lane with priority if both compete for cores: throughput lets encodes finish and decodes batch up, "
@@ -299,8 +327,8 @@ class EngineConfig:
     )
     deterministic: bool | None = opt(
         None,
-        "batch-invariant ops: a request's tokens do not depend on its batch; default: on for a CPU, where it costs "
-        "nothing, off for a GPU",
+        "batch-invariant ops: a request's tokens do not depend on its batch",
+        unset="on for a CPU, where it costs nothing, off for a GPU",
     )
     model_impl: str = opt(
         "auto",
@@ -312,12 +340,15 @@ class EngineConfig:
         "auto",
         "auto: the directory's safetensors files; random, or dummy as in vLLM: weights drawn from a seed, for "
         "measurements without weights",
-        choices=("auto", "random", *LOAD_FORMAT_NAMES),
+        choices=("auto", "random"),
+        other_choices={"dummy": "random", "safetensors": "auto"},
     )
     packed_cache: str | None = opt(
         None,
         "folder where a processor's packed weights are kept: the next start maps them instead of reading and packing; "
-        "as large as the weights for each model and setting. Default: they are packed at every start",
+        "as large as the weights for each model and setting",
+        unset="they are packed at every start",
+        kind="folder",
     )
     quantization: str = opt(
         "auto",
@@ -336,29 +367,36 @@ class EngineConfig:
     )
     cuda_graph_sizes: tuple[int, ...] = opt(
         (),
-        "numbers of requests for which a decode step is captured; smaller steps are padded. Default: 1, 2, 4, 8, 16, "
-        "24 and so on up to --max-num-seqs, from 128 on an eighth of that apart",
+        "numbers of requests for which a decode step is captured; smaller steps are padded",
+        unset="1, 2, 4, 8, 16, 24 and so on up to max-num-seqs, from 128 on an eighth of that apart",
         aliases=("cudagraph-capture-sizes",),
     )
     encoder_cuda_graph_sizes: tuple[int, ...] = opt(
         (),
         "numbers of patches for which an encode is captured, rounded up to picture sizes of the model; smaller encodes "
-        "are padded. Default: 64, 128, 256, 512, 768 and so on up to 4096 or the largest encode",
+        "are padded",
+        unset="64, 128, 256, 512, 768 and so on up to 4096 or the largest encode",
     )
     seed: int = opt(0, "seed for requests without a seed of their own")
-    chat_template: str | None = opt(None, "file with a chat template that replaces the model's", kind="file")
+    chat_template: str | None = opt(
+        None, "file with a chat template that replaces the model's", unset="the model's", kind="file"
+    )
     generation_config: str = opt(
         "auto",
         "default sampling of requests. auto: the model's generation_config.json (temperature, "
         "top_p, top_k, min_p, repetition_penalty, max_new_tokens, do_sample, suppress_tokens and others); none: "
         "OpenAI's defaults",
         choices=("auto", "none"),
+        other_choices={"vllm": "none"},
     )
     override_generation_config: str | None = opt(
         None, 'a JSON object that overrides that file, such as \'{"temperature": 0.7, "top_p": 0.9}\'', kind="json"
     )
     profile_dir: str | None = opt(
-        None, "folder of measured step times; default: hydra-engine/profiles in the user's cache folder", kind="folder"
+        None,
+        "folder of measured step times",
+        unset="hydra-engine/profiles in the user's cache folder",
+        kind="folder",
     )
     log_level: str = opt("warning", "lowest level of lines to log", choices=("debug", "info", "warning", "error"))
     log_format: str = opt("text", "text: readable lines; json: one object a line, also at start", choices=LOG_FORMATS)
@@ -368,15 +406,15 @@ class EngineConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     def __post_init__(self) -> None:
-        check_choices(self)
-        object.__setattr__(self, "load_format", LOAD_FORMAT_NAMES.get(self.load_format, self.load_format))
+        check_values(self)
+        for name, part in PARTS.items():
+            if not isinstance(given := getattr(self, name), part):
+                raise ConfigError(f"{name} must be a {part.__name__}, not a {type(given).__name__}", param=name)
         Topology.parse(self.topology)
         if self.instance_limits is not None:
             parse_instance_limits(self.instance_limits, self.topology)
         for name, most in (("cuda_graph_sizes", MAX_GRAPH_SIZE), ("encoder_cuda_graph_sizes", MAX_ENCODE_SIZE)):
-            object.__setattr__(self, name, parse_graph_sizes(getattr(self, name), name, most))
-        if isinstance(self.override_generation_config, dict):
-            object.__setattr__(self, "override_generation_config", json.dumps(self.override_generation_config))
+            object.__setattr__(self, name, check_graph_sizes(getattr(self, name), name, most))
         if self.trust_remote_code and self.model_impl in NATIVE:
             raise ConfigError(
                 "trust_remote_code needs model_impl transformers; native models run no code of a checkpoint",
@@ -445,25 +483,3 @@ class EngineConfig:
     def model_name(self) -> str:
         """The model's name in the API without --served-model-name."""
         return self.model if self.model == DEMO_MODEL else self.model.rstrip("/")
-
-
-def config_from_options(model: str, options: dict[str, Any]) -> EngineConfig:
-    """Builds an EngineConfig for the embedded engine from flat options: fields of the config itself and of its parts.
-    Local pictures may be opened, because they are the caller's own, unless `media` is given. Raises ConfigError naming
-    an option that does not exist."""
-    left = dict(options)
-    config = EngineConfig(
-        model=model,
-        scheduler=left.pop("scheduler", SchedulerConfig()),
-        cache=left.pop("cache", CacheConfig()),
-        media=left.pop("media", MediaConfig(local_files=True)),
-        cluster=left.pop("cluster", ClusterConfig()),
-    )
-    for part in ("", "scheduler", "cache", "media", "cluster"):
-        target = getattr(config, part) if part else config
-        chosen = {f.name: left.pop(f.name) for f in fields(target) if f.name in left}
-        if chosen:
-            config = replace(config, **({part: replace(target, **chosen)} if part else chosen))
-    if left:
-        raise ConfigError(f"unknown option {next(iter(left))!r}; see `hydra-engine serve --help`")
-    return config

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from functools import cache
 from typing import Any
 
 from hydra_engine.errors import ConfigError
 
-# Names that vLLM and SGLang use for KV cache types.
-KV_DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8"}
-LOAD_FORMAT_NAMES = {"dummy": "random"}  # names that vLLM uses for load formats
 LOG_FORMATS = ("text", "json")
 
-_HIDDEN = frozenset({"local_files"})  # set by a command itself
+_INTERNAL = frozenset({"local_files"})  # set by a command itself
 _POSITIONAL = frozenset({"model"})
 _SECRET_ENDINGS = ("_key", "_token", "_password")
 
 
+def _names() -> Any:
+    return field(default_factory=dict, hash=False)
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A field of a configuration class. `name` has dashes; `kind` is bool, int, float, str or tuple (of texts)."""
+    """A field of a configuration class. `name` has dashes; `kind` is bool, int, float, str or tuple, of `item`s."""
 
     name: str
     field: str
@@ -30,11 +32,18 @@ class Option:
     kind: type
     default: Any
     help: str
+    item: type = str
+    optional: bool = False  # None is a value
+    unset: str = ""  # what None stands for
     form: str = ""  # seconds, json, file or folder
     choices: tuple[str, ...] | None = None
+    # Choices by the names that other engines have for them, and choices of other engines with what to do instead.
+    other_choices: Mapping[str, str] = _names()
+    refused_choices: Mapping[str, str] = _names()
     aliases: tuple[str, ...] = ()
     secret: bool = False
     positional: bool = False
+    internal: bool = False  # no user sets it
 
     @property
     def flag(self) -> str:
@@ -45,42 +54,49 @@ def opt(default: Any, help: str, *, secret: bool = False, **metadata: Any) -> An
     return field(default=default, repr=not secret, metadata={"help": help, "secret": secret, **metadata})
 
 
-def check_choices(config: object) -> None:
-    for f in fields(config):  # type: ignore[arg-type]
-        choices = f.metadata.get("choices", ())
-        if choices and getattr(config, f.name) not in choices:
-            *others, last = choices
-            raise ConfigError(f"{f.name} must be {', '.join(others)} or {last}", param=f.name)
-
-
 def positive(group: object, *names: str) -> None:
     for name in names:
         if (value := getattr(group, name)) is not None and value <= 0:
             raise ConfigError(f"{name} must be positive", param=name)
 
 
-def options_of(cls: type) -> Iterator[Option]:
+def not_negative(group: object, *names: str) -> None:
+    for name in names:
+        if (value := getattr(group, name)) is not None and value < 0:
+            raise ConfigError(f"{name} must be 0 or more", param=name)
+
+
+@cache
+def declared_options(cls: type) -> tuple[Option, ...]:
+    """Options of a configuration class: all of its fields but those that are configuration classes."""
     hints = typing.get_type_hints(cls)
-    for f in fields(cls):
-        if "help" not in f.metadata or f.name in _HIDDEN:
-            continue
-        yield Option(
-            name=f.metadata.get("flag", f.name).replace("_", "-"),
-            field=f.name,
-            owner=cls,
-            kind=_plain_type(hints[f.name]),
-            default=None if f.default is MISSING else f.default,
-            help=f.metadata["help"],
-            form=f.metadata.get("kind", ""),
-            choices=f.metadata.get("choices"),
-            aliases=f.metadata.get("aliases", ()),
-            secret=f.metadata.get("secret", f.name.endswith(_SECRET_ENDINGS)),
-            positional=f.name in _POSITIONAL,
-        )
+    return tuple(_option(cls, f, hints[f.name]) for f in fields(cls) if not is_dataclass(hints[f.name]))
 
 
-def _plain_type(hint: Any) -> type:
-    if isinstance(hint, types.UnionType):
+def options_of(cls: type) -> Iterator[Option]:
+    return (option for option in declared_options(cls) if not option.internal)
+
+
+def _option(cls: type, f: Field[Any], hint: Any) -> Option:
+    optional = isinstance(hint, types.UnionType)
+    if optional:
         hint = next(t for t in typing.get_args(hint) if t is not type(None))
-    plain: type = typing.get_origin(hint) or hint
-    return plain
+    return Option(
+        name=f.metadata.get("flag", f.name).replace("_", "-"),
+        field=f.name,
+        owner=cls,
+        kind=typing.get_origin(hint) or hint,
+        default=None if f.default is MISSING else f.default,
+        help=f.metadata.get("help", ""),
+        item=next(iter(typing.get_args(hint)), str),
+        optional=optional,
+        unset=f.metadata.get("unset", ""),
+        form=f.metadata.get("kind", ""),
+        choices=f.metadata.get("choices"),
+        other_choices=f.metadata.get("other_choices", {}),
+        refused_choices=f.metadata.get("refused_choices", {}),
+        aliases=f.metadata.get("aliases", ()),
+        secret=f.metadata.get("secret", f.name.endswith(_SECRET_ENDINGS)),
+        positional=f.name in _POSITIONAL,
+        internal="help" not in f.metadata or f.name in _INTERNAL,
+    )

@@ -1,22 +1,29 @@
-"""Options of vLLM, SGLang and llama.cpp and commands of Ollama that do not exist here or mean something else, and their
-replacements.
+"""Names of vLLM, SGLang, llama.cpp, Ollama and transformers that do not exist here or mean something else, with their
+replacements: those of options, of commands, and of a request's parameters.
 
-Options with the same meaning are aliases in the configuration classes.
+Options with the same meaning are aliases in the configuration classes. A reason names options as flags, `--device` or
+`--quantization=int4`; whoever says it spells them for the place where the name was found.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Iterable
+from enum import Enum
+
+from hydra_engine.config.options import options_by_name, variable_of
+from hydra_engine.config.server import ServerConfig
 
 _ONE_DEVICE = "a model runs on one device here, which --device names; --topology puts its stages on several"
 _IN_THE_FOLDER = "it is part of the model's folder"
 _CONTEXT = "give --max-model-len, the longest prompt and answer together"
+_MEMORY_MAPPED = "weights are read piece by piece; leave it out"
 
 # Names without leading dashes.
-_INSTEAD: dict[str, tuple[str, ...]] = {
-    _CONTEXT: ("c", "ctx-size", "context-length", "max-seq-len"),
-    "name the model as MODEL or with --model": ("m", "model-path"),
+INSTEAD: dict[str, tuple[str, ...]] = {
+    _CONTEXT: ("c", "ctx-size", "context-length", "max-seq-len", "n-ctx", "max-length"),
+    "name the model as MODEL or with --model": ("m", "model-path", "pretrained-model-name-or-path"),
     "the demo's questions are about its own model; `hydra-engine generate` takes others": ("model",),
     "a Hugging Face name is MODEL, as in `hydra-engine serve ORG/REPO-GGUF:Q4_K_M --download`": (
         *("hf", "hfr", "hff", "hf-repo", "hf-file"),
@@ -24,29 +31,34 @@ _INSTEAD: dict[str, tuple[str, ...]] = {
     "ask with `hydra-engine generate PROMPT`": ("p", "prompt"),
     "give --max-num-seqs, how many requests run at once": ("np", "parallel", "max-running-requests"),
     "give --token-budget, how many tokens one step takes": (
-        *("b", "ub", "batch-size", "ubatch-size", "chunked-prefill-size", "max-prefill-tokens"),
+        *("b", "ub", "batch-size", "ubatch-size", "chunked-prefill-size", "max-prefill-tokens", "n-batch"),
     ),
     "give --look-ahead": ("async-scheduling",),
-    "give --no-prefix-caching": ("disable-radix-cache",),
+    "give --prefix-caching=off": ("disable-radix-cache",),
     "give --pixel-cache-mib": ("mm-processor-cache-gb",),
-    "the length of an answer is set by the request (max_tokens; --max-tokens of generate and chat)": (
-        *("n", "predict", "n-predict", "max-new-tokens"),
-    ),
+    "give --pixel-cache-mib=0": ("disable-mm-preprocessor-cache",),
+    "the length of an answer is set by the request: --max-tokens": (*("n", "predict", "n-predict", "max-new-tokens"),),
     "give --temperature": ("temp",),
-    "give --threads": ("t",),
+    "give --threads": ("t", "n-threads"),
+    "give --dtype": ("torch-dtype",),
     "give --served-model-name": ("a", "alias"),
     "give --gpu-memory-utilization": ("mem-fraction-static",),
     "give the cache a size with --kv-cache-gib": ("kv-cache-memory-bytes", "max-total-tokens"),
-    "give --kv-cache-dtype": ("ctk", "ctv", "cache-type-k", "cache-type-v"),
-    "give --attention-backend": ("fa", "flash-attn"),
+    "give --kv-cache-dtype": ("ctk", "ctv", "cache-type-k", "cache-type-v", "type-k", "type-v"),
+    "give --attention-backend": ("fa", "flash-attn", "attn-implementation"),
+    "give --cuda-graph-sizes": ("max-seq-len-to-capture", "cuda-graph-bs"),
+    "give --chat-template, a file": ("chat-format", "chat-handler"),
+    "give --min-pixels and --max-pixels": ("image-min-tokens", "image-max-tokens"),
     "one process serves HTTP": ("api-server-count",),
-    "give --log-level": ("uvicorn-log-level", "log-level-http"),
+    "give --log-level": ("uvicorn-log-level", "log-level-http", "verbose"),
     "--access-log is off unless it is given": ("disable-access-log-for-endpoints",),
-    "pictures are scaled between --min-pixels and --max-pixels": (
-        *("mm-processor-kwargs", "image-min-tokens", "image-max-tokens"),
+    "pictures are scaled between --min-pixels and --max-pixels": ("mm-processor-kwargs", "use-fast"),
+    "pictures and videos are limited by --max-image-pixels, --max-video-frames and the like": ("media-io-kwargs",),
+    "give --mmproj": ("mm", "clip-model-path"),
+    f"the tokenizer needs no name of its own: {_IN_THE_FOLDER}": (
+        *("tokenizer", "tokenizer-path", "tokenizer-mode", "tokenizer-revision", "processor"),
     ),
-    "give --mmproj": ("mm",),
-    f"the tokenizer needs no name of its own: {_IN_THE_FOLDER}": ("tokenizer", "tokenizer-path", "tokenizer-mode"),
+    "requests may be token ids and answers have them, but a tokenizer is always loaded": ("skip-tokenizer-init",),
     "the server listens on --host and --port": ("uds",),
     "let a proxy in front of the server take the prefix off": ("root-path",),
     "put a proxy with TLS in front of the server": ("ssl-keyfile", "ssl-certfile", "ssl-key-file", "ssl-cert-file"),
@@ -54,39 +66,44 @@ _INSTEAD: dict[str, tuple[str, ...]] = {
     _ONE_DEVICE: (
         *("tensor-parallel-size", "pipeline-parallel-size", "tp", "pp", "tp-size", "pp-size", "ngl", "gpu-layers"),
         *("n-gpu-layers", "split-mode", "tensor-split", "cpu-offload-gb", "enable-expert-parallel"),
-        *("mm-encoder-tp-mode", "distributed-executor-backend"),
+        *("mm-encoder-tp-mode", "device-map", "max-memory", "offload-folder", "disable-custom-all-reduce", "main-gpu"),
     ),
+    "each instance of --topology has a process": ("distributed-executor-backend", "worker-cls"),
     "name several instances with --topology, for example 2EPD": ("data-parallel-size", "dp", "dp-size"),
     "name instances that prefill and that decode with --topology, for example EP+D": (
         *("kv-transfer-config", "disaggregation-mode"),
     ),
-    "a preempted request is computed again, nothing is swapped; leave it out": ("swap-space",),
+    "a preempted request is computed again, nothing is swapped; leave it out": ("swap-space", "preemption-mode"),
     "no model is compiled at start; leave it out": ("compilation-config", "enable-torch-compile"),
     "what steps with pictures take is measured at start; leave it out": ("skip-mm-profiling",),
     "end the server to free its memory": ("enable-sleep-mode",),
     "grammars have one implementation; leave it out": (
         *("guided-decoding-backend", "grammar-backend", "structured-outputs-config.backend"),
     ),
-    "every model here generates; leave it out": ("task", "runner"),
     "how a template reads content is found out at start; leave it out": ("chat-template-content-format",),
     "send chat_template_kwargs with the request": ("default-chat-template-kwargs",),
-    "set HF_TOKEN in the environment": ("hf-token",),
-    "set HF_HOME in the environment, the folder of the Hugging Face cache": ("download-dir",),
-    "an answer may have up to 20 log probabilities a token; leave it out": ("max-logprobs",),
     "a token is sent as soon as it is there; leave it out": ("stream-interval",),
     "change config.json in a copy of the model's folder": ("hf-overrides",),
     "the vision tower is always loaded; leave it out": ("language-model-only",),
-    "give --quantization int4 or int8": ("q", "load-in-4bit", "load-in-8bit"),
+    "give --quantization=int4": ("q", "load-in-4bit"),
+    "give --quantization=int8": ("load-in-8bit",),
+    "a checkpoint's own is read from it, and --quantization=int8 or int4 quantises another": ("quantization-config",),
+    "set HF_HOME in the environment, the folder of the Hugging Face cache": ("cache-dir", "download-dir"),
+    "run `hf auth login` or set HF_TOKEN": ("hf-token", "use-auth-token", "token"),
+    "a model that is not there is downloaded only with --download; leave it out": ("local-files-only",),
+    _MEMORY_MAPPED: ("low-cpu-mem-usage", "use-safetensors", "use-mmap", "use-mlock"),
+    "every model here generates; leave it out": ("task", "runner", "convert"),
+    "an answer may have up to 20 log probabilities a token; leave it out": ("max-logprobs", "logits-all"),
+    "a request has logit_bias, allowed_token_ids and grammar": ("logits-processors", "logits-processor-pattern"),
     "LoRA adapters are not supported; merge them into the checkpoint": (
-        "enable-lora",
-        "lora",
-        "lora-modules",
-        "lora-paths",
+        *("enable-lora", "lora", "lora-modules", "lora-paths", "lora-path", "max-loras", "max-lora-rank"),
     ),
-    "speculative decoding is not supported": ("speculative-config", "speculative-algorithm", "md", "model-draft"),
+    "speculative decoding is not supported": (
+        *("speculative-config", "speculative-algorithm", "md", "model-draft", "draft-model", "assistant-model"),
+    ),
 }
 # Switches that ask for the only behaviour.
-_ANYWAY: dict[str, tuple[str, ...]] = {
+ANYWAY: dict[str, tuple[str, ...]] = {
     "prefill is always chunked, by --token-budget": ("enable-chunked-prefill", "enable-mixed-chunk"),
     "requests join and leave the batch at every step": ("cont-batching", "cb"),
     "tools are on if the chat template supports them; --tool-parser sets the format of calls": (
@@ -103,6 +120,7 @@ _ANYWAY: dict[str, tuple[str, ...]] = {
     "GET /load always answers": ("enable-server-load-tracking",),
     "every answer has its X-Request-Id": ("enable-request-id-headers",),
 }
+_BY_NAME = {name: reason for reasons in (ANYWAY, INSTEAD) for reason, names in reasons.items() for name in names}
 # Commands of Ollama, vLLM, SGLang and llama.cpp.
 _COMMANDS: dict[str, tuple[str, ...]] = {
     "write `hydra-engine serve MODEL`": ("llama-server", "launch-server", "api-server", "start", "launch"),
@@ -120,12 +138,85 @@ _COMMANDS: dict[str, tuple[str, ...]] = {
     "a model is a folder or a GGUF file, which you can copy": ("cp", "copy"),
     "`hf upload` publishes a model's folder": ("push", "upload"),
 }
-_BY_NAME = {name: reason for reason, names in _INSTEAD.items() for name in names}
+
+# Keywords of a request.
+REQUEST_INSTEAD: dict[str, tuple[str, ...]] = {
+    "give max_tokens": ("max_new_tokens", "max_completion_tokens", "max_output_tokens", "num_predict", "n_predict"),
+    "give min_tokens": ("min_new_tokens",),
+    "max_tokens counts the answer alone": ("max_length",),
+    "temperature=0 always takes the most likely token, and any other samples": ("do_sample", "use_beam_search"),
+    "there is no beam search; n gives several sampled answers": (
+        *("num_beams", "num_beam_groups", "beam_width", "early_stopping", "length_penalty", "diversity_penalty"),
+    ),
+    "give n, how many answers are sampled": ("num_return_sequences",),
+    "give n, and choose among the answers by their logprobs": ("best_of",),
+    "prompts are never padded; leave it out": ("pad_token_id", "padding"),
+    "give stop_token_ids; the model's own end is one without it": ("eos_token_id",),
+    "give stop": ("stop_strings", "stop_sequences", "stopping_criteria"),
+    "give sampling": ("sampling_params", "generation_config", "params"),
+    "give repetition_penalty": ("repeat_penalty",),
+    "give temperature": ("temp",),
+    "give images": ("image", "image_data", "picture", "pictures"),
+    "give videos": ("video", "video_data"),
+    "give images or videos": ("multi_modal_data", "media"),
+    "give the prompt first, as text, token ids or messages": (
+        *("input_ids", "inputs", "prompt_token_ids", "text", "inputs_embeds"),
+    ),
+    "give progress": ("use_tqdm",),
+    "LoRA adapters are not supported; merge them into the checkpoint": ("lora_request", "lora_path"),
+    "give response_format, or grammar": (
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend"),
+        *("structured_outputs", "guided_decoding", "json_schema", "regex", "format"),
+    ),
+    "give logit_bias, allowed_token_ids or grammar": ("logits_processors", "logits_processor", "bad_words"),
+    "give allowed_token_ids, or a negative logit_bias for each token": ("bad_words_ids", "suppress_tokens"),
+    "give template, a TemplateOptions": (
+        *("chat_template_kwargs", "add_generation_prompt", "continue_final_message", "chat_template", "tools"),
+    ),
+    "give pixels, a PixelBudget": ("mm_processor_kwargs", "min_pixels", "max_pixels"),
+    "call stream or astream": ("stream", "streamer"),
+    "give logprobs, and results have them": ("output_scores", "return_dict_in_generate", "top_logprobs"),
+    "the KV cache is always used; leave it out": ("use_cache",),
+    "give slo, an Slo in seconds": ("tpot_slo", "ttft_slo", "tpot_ms", "ttft_ms"),
+}
+_REQUEST_BY_NAME = {name: reason for reason, names in REQUEST_INSTEAD.items() for name in names}
+
+_FLAG = re.compile(r"`[^`]*`|--([a-z][a-z0-9-]*[a-z0-9])(?:=([a-z0-9]+))?")  # not in commands
 
 
-def replacement_for(name: str) -> str | None:
+class Spelling(Enum):
+    """Ways to write an option, by where it is set."""
+
+    FLAG = "flag"
+    VARIABLE = "variable"
+    KEY = "key"  # of a file
+    KEYWORD = "keyword"  # of Engine
+
+    def spell(self, name: str, value: str = "") -> str:
+        """Returns the name of an option, or with a value its assignment. `name` is that of the option with dashes, or
+        of a parameter of a request, which has no variable and no key."""
+        option = options_by_name().get(name)
+        if self is Spelling.FLAG or (self is Spelling.KEYWORD and option is not None and option.owner is ServerConfig):
+            return f"--no-{name}" if value == "off" else f"--{name} {value}".rstrip()
+        if self is Spelling.KEYWORD:
+            return f"{name.replace('-', '_')}={_python(value)}"
+        if option is None:
+            return name.replace("-", "_")
+        if self is Spelling.VARIABLE:
+            return f"{variable_of(name)}={value}" if value else variable_of(name)
+        return f"{name}: {value}" if value else name
+
+
+def _python(value: str) -> str:
+    if value in ("on", "off"):
+        return str(value == "on")
+    return repr(value) if value and not value.isdigit() else value
+
+
+def replacement_for(name: str, spelling: Spelling = Spelling.FLAG) -> str | None:
     """The replacement of another engine's option, None for an unknown one; `name` has no leading dashes."""
-    return _BY_NAME.get(name) or _anyway(name)
+    reason = _BY_NAME.get(name)
+    return reason and _FLAG.sub(lambda m: spelling.spell(m[1], m[2] or "") if m[1] else m[0], reason)
 
 
 def command_instead(word: str) -> str | None:
@@ -136,20 +227,29 @@ def command_instead(word: str) -> str | None:
 
 def reason_ignored(name: str, value: object = True) -> str | None:
     """The reason why another engine's switch has no effect when it is on; None if it is off or unknown."""
-    return _anyway(name) if value is True or value is None or str(value).lower() == "true" else None
+    if value is True or value is None or (isinstance(value, str) and value.lower() == "true"):
+        return next((reason for reason, names in ANYWAY.items() if name in names), None)
+    return None
 
 
-def _anyway(name: str) -> str | None:
-    return next((reason for reason, names in _ANYWAY.items() if name in names), None)
-
-
-def unknown_name(name: str, known: Iterable[str], written: str, spell: Callable[[str], str] = str) -> str:
-    """The error message for an unknown option; `written` is its name as the user wrote it, `spell` writes the nearest
-    name in the same form."""
+def unknown_name(name: str, known: Iterable[str], written: str, spelling: Spelling = Spelling.FLAG) -> str:
+    """The error message for an unknown option; `written` is its name as the user wrote it."""
     plain = name.replace("_", "-").lower()
-    if (reason := replacement_for(plain)) is not None:
+    if (reason := replacement_for(plain, spelling)) is not None:
         return f"{written} is not an option here: {reason}"
     names = list(known)
     near = [name for name in names if name.startswith(f"{plain}-")]
     near = near or difflib.get_close_matches(plain, names, n=1, cutoff=0.8)
-    return f"{written} is not an option" + (f"; the nearest one is {spell(near[0])}" if near else "")
+    nearest = f"; the nearest one is {spelling.spell(near[0]).rstrip('=')}" if near else ""
+    return f"{written} is not an option{nearest}"
+
+
+def unknown_parameter(name: str, known: Iterable[str]) -> str:
+    """The error message for an unknown keyword of a request."""
+    written = f"unknown parameter {name[:60]!r}"
+    if (reason := _REQUEST_BY_NAME.get(name)) is not None:
+        return f"{written}: {reason}"
+    if name.replace("_", "-") in options_by_name():
+        return f"{written}: it is an option of the engine, Engine(.., {name}=..)"
+    near = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.7)
+    return written + (f"; did you mean {near[0]}?" if near else "")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from hydra_engine.config.fields import LOG_FORMATS, check_choices, opt, positive
+from hydra_engine.config.fields import LOG_FORMATS, not_negative, opt, positive
+from hydra_engine.config.values import check_values
 from hydra_engine.errors import ConfigError
 
 MAX_PORT = (1 << 16) - 1
@@ -15,7 +16,7 @@ MAX_PORT = (1 << 16) - 1
 class ServerConfig:
     host: str = opt("127.0.0.1", "address to listen on; other machines can reach any address but loopback")
     port: int = opt(8000, "port to listen on; 0: a free one")
-    served_model_name: str | None = opt(None, "model name that the API shows and accepts; default: MODEL")
+    served_model_name: str | None = opt(None, "model name that the API shows and accepts", unset="MODEL")
     api_key: tuple[str, ...] = opt(
         (),
         "accepted API keys (also HYDRA_API_KEY, several with commas); without any, no key is needed. "
@@ -29,7 +30,8 @@ class ServerConfig:
     )
     admin_key: str | None = opt(
         None,
-        "the key of the /admin routes (also HYDRA_ADMIN_KEY), which API keys do not open; default: no /admin",
+        "the key of the /admin routes (also HYDRA_ADMIN_KEY), which API keys do not open",
+        unset="no /admin",
         secret=True,
     )
     share_caches: bool = opt(False, "share cached prompts and pictures between API keys")
@@ -62,7 +64,7 @@ class ServerConfig:
         flag="sse-keep-alive",
         aliases=("sse-keep-alive-interval",),
     )
-    allow_origins: tuple[str, ...] = opt((), "CORS origins; none by default", aliases=("allowed-origins",))
+    allow_origins: tuple[str, ...] = opt((), "CORS origins", unset="none", aliases=("allowed-origins",))
     enable_log_requests: bool = opt(False, "one log line per request")
     disable_log_stats: bool = opt(False, "do not log the load every ten seconds")
     access_log: str = opt(
@@ -102,15 +104,13 @@ class ServerConfig:
     ui: bool = opt(True, "the web page at /: chat, timelines and a live view of the instances")
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_values(self)
         if self.otlp_endpoint is not None:
             _check_endpoint(self.otlp_endpoint)
         if not 0 <= self.port <= MAX_PORT:
             raise ConfigError(f"port must be between 0, which takes a free one, and {MAX_PORT}", param="port")
-        positive(self, "max_body_bytes", "body_timeout_s", "max_logprob_entries")
-        for name in ("max_requests_per_client", "requests_per_minute"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must not be negative; 0 means no limit", param=name)
+        positive(self, "max_body_bytes", "body_timeout_s", "keepalive_s", "max_logprob_entries")
+        not_negative(self, "max_requests_per_client", "requests_per_minute", "shutdown_timeout_s")
         if self.max_inflight_body_bytes < 2 * self.max_body_bytes:
             raise ConfigError(
                 "max_inflight_body_bytes must be at least twice max_body_bytes: one client gets half of it",

@@ -149,9 +149,7 @@ def _check_kv_dtype(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, d
     """Raises ConfigError unless device, model, activation dtype and attention backend support --kv-cache-dtype."""
     name, own = config.cache.kv_cache_dtype, str(dtype).removeprefix("torch.")
     problem = ""
-    if name == "fp8":
-        problem = "take int8, which has the same size and is more precise with a scale for each token and head"
-    elif name == "int8" and spec.family not in FAMILIES:
+    if name == "int8" and spec.family not in FAMILIES:
         problem = f"{spec.architecture} has attention of its own, which reads no int8; leave it at auto"
     elif name == "int8" and device != "cpu" and config.attention_backend == FLASHINFER:
         problem = "FlashInfer reads no int8; leave --attention-backend at auto"

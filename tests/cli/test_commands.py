@@ -188,9 +188,6 @@ def test_doctor_lists_every_operation_with_a_reason(here: Here) -> None:
     assert again.stdout.splitlines()[0] == done.stdout.splitlines()[0]
     table = done.stdout.split("operations\n")[1].strip().splitlines()
     assert len(table) >= 12 and all(len(line.split(maxsplit=2)) == 3 for line in table)
-    assert re.search(
-        r"\n  memory +[\d.]+ GiB, [\d.]+ [GM]iB available\n  for downloads +[\d.]+ [GMT]iB free in", done.stdout
-    )
 
 
 def test_doctor_tells_what_it_found_of_cuda_and_what_it_would_take(here: Here) -> None:
@@ -223,8 +220,8 @@ def test_without_the_source_tree_there_is_the_load_generator(
 ) -> None:
     monkeypatch.setattr("hydra_terminal.bench._FOLDER", tmp_path)
     *lines, last = here("bench").stdout.splitlines()
-    assert lines[1].split()[0] == "serve" and last.startswith("Others than `serve`") and "from a clone" in last
-    assert "'ops.linear'; others than `serve` are part of the source tree" in here("bench", "ops.linear").stderr
+    assert lines[1].split()[0] == "serve" and "run this from a clone" in last
+    assert "run this from a clone" in here("bench", "ops.linear").stderr
     assert here("bench", "serve", "--help").returncode == 0
 
 
@@ -350,7 +347,7 @@ def test_a_name_that_only_looks_a_little_like_another_is_not_taken_for_it(name: 
 def test_what_is_told_to_give_instead_is_an_option() -> None:
     _, commands = build_parser()
     flags = {flag.removeprefix("--") for parser in commands.values() for flag in parser.flags()}
-    tables = (other_engines._INSTEAD, other_engines._ANYWAY)
+    tables = (other_engines.INSTEAD, other_engines.ANYWAY)
     told = {flag for table in tables for reason in table for flag in FLAG.findall(reason)}
     assert told and told <= flags
     names = [name for table in tables for several in table.values() for name in several]
@@ -358,9 +355,7 @@ def test_what_is_told_to_give_instead_is_an_option() -> None:
     serve = {flag.removeprefix("--") for flag in commands["serve"].flags()}
     assert not set(names) - {"model"} & serve
     hints, others = other_engines._COMMANDS, [*other_engines._COMMANDS.values()]
-    written = {
-        name for hint in (*hints, *other_engines._INSTEAD) for name in re.findall(r"hydra-engine ([\w-]+)", hint)
-    }
+    written = {name for hint in (*hints, *other_engines.INSTEAD) for name in re.findall(r"hydra-engine ([\w-]+)", hint)}
     assert written and written <= set(commands) and not written & {word for words in others for word in words}
 
 

@@ -19,7 +19,7 @@ from hydra_engine.cli.sources import Settings, read_settings
 from hydra_engine.config import ServerConfig
 from hydra_engine.config.fields import Option
 from hydra_engine.config.options import MEDIA_LIMITS, SECTIONS, all_options, options_by_name, variable_of
-from hydra_engine.config.values import value_from_yaml
+from hydra_engine.config.values import value_from_object
 from hydra_engine.errors import ConfigError
 
 
@@ -53,7 +53,7 @@ def example(option: Option) -> tuple[str, Any]:
         bool: ("off" if option.default else "on", not option.default),
         int: ("77", 77),
         float: ("12.5", 12.5),
-        tuple: ("abc", ("abc",)),
+        tuple: ("77", (77,)) if option.item is int else ("abc", ("abc",)),
         str: ("EP+D" if option.field == "topology" else "abc", "EP+D" if option.field == "topology" else "abc"),
     }
     return texts[option.kind]
@@ -177,10 +177,10 @@ def test_media_limits_as_vllm_writes_them(tmp_path: Path, monkeypatch: pytest.Mo
         ("kv-cache-gib: .nan\n", "must be a number, not nan"),
         ("kv-cache-gib: lots\n", "must be a number, not 'lots'"),
         ("steal-decodes: 1\n", "must be true or false, not 1"),
-        ("steal-decodes: maybe\n", "must be true or false, not 'maybe'"),
+        ("steal-decodes: maybe\n", "must be on or off (1, 0, true, false, yes, no), not 'maybe'"),
         ("override-generation-config: [1]\n", "must be text, not a list"),
         ("host: 127\n", "must be text; put it in quotes, not 127"),
-        ("host: 2001-01-01\n", "must be text, not datetime.date(2001, 1, 1)"),
+        ("host: 2001-01-01\n", "must be text, not a date"),
         ("host: 2001-99-01\n", "host (line 1 of the configuration file) is no plain value"),
         ("host: !!python/name:os.system x\n", "is no plain value"),
         ("api-key: [1, 2]\n", "must be a list of texts; put numbers in quotes"),
@@ -237,6 +237,7 @@ def test_a_file_that_cannot_be_read(path: str, tmp_path: Path) -> None:
         ("HYDRA_STEAL_DECODES", "perhaps", "HYDRA_STEAL_DECODES must be on or off"),
         ("HYDRA_TPOT_SLO", "soon", "HYDRA_TPOT_SLO must be a time"),
         ("HYDRA_DTYPE", "int4", "HYDRA_DTYPE must be auto, float32, bfloat16 or float16, not 'int4'"),
+        ("HYDRA_KV_CACHE_DTYPE", "fp8_e4m3", "HYDRA_KV_CACHE_DTYPE cannot be fp8_e4m3 here: take int8"),
         ("HYDRA_PORT", "tcp://10.0.0.1:8000", "Kubernetes sets it for a Service named hydra"),
         ("HYDRA_PORT", "99999", "port must be between 0, which takes a free one, and 65535 (set by HYDRA_PORT)"),
         ("HYDRA_PORT", "-1", "port must be between 0"),
@@ -306,7 +307,7 @@ def test_all_defaults_are_no_lines() -> None:
 def test_secrets_are_known_as_such() -> None:
     assert {option.name for option in all_options() if option.secret} >= {"api-key", "admin-key"}
     with pytest.raises(ConfigError) as caught:
-        value_from_yaml(options_by_name()["admin-key"], ["sesame"], "admin-key")
+        value_from_object(options_by_name()["admin-key"], ["sesame"], "admin-key")
     assert "sesame" not in caught.value.message
 
 
@@ -320,7 +321,6 @@ def test_secrets_are_known_as_such() -> None:
         (["serve", "--tensor-parallel-size=2"], "--tensor-parallel-size is not an option here: a model runs on one"),
         (["serve", "--kv-cache-memory-bytes", "9"], "give the cache a size with --kv-cache-gib"),
         (["serve", "a", "b"], "'b' is one argument too many"),
-        (["serve", "--dtype", "int4"], "invalid choice: 'int4'"),
         (["srve"], "did you mean serve?"),
     ],
 )

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.packaging.flags import FLAG, ROOT, VARIABLE, commands, of_scripts, variables
+from tools import option_table
 
 FOLDERS = (ROOT, ROOT / "docs", ROOT / "examples", ROOT / "kernels")
 DOCUMENTS = sorted(path for folder in FOLDERS for path in folder.glob("*.md"))
@@ -89,6 +90,10 @@ def test_the_index_names_every_document() -> None:
     folder = ROOT / "docs"
     index = text_of(folder / "README.md")
     assert not [path.name for path in folder.glob("*.md") if path.name != "README.md" and f"({path.name})" not in index]
+
+
+def test_the_page_of_options_is_the_table() -> None:
+    assert text_of(ROOT / "docs" / "options.md") == option_table.page(), "run python -m tools.option_table"
 
 
 # ---- what the troubleshooting page quotes

@@ -3,7 +3,6 @@
 import { apiKey, setApiKey } from "./api.js";
 import { Chat } from "./chat.js";
 import { byId, count, duration, setText } from "./dom.js";
-import { Drawer } from "./drawer.js";
 import { Feed } from "./feed.js";
 import { History, loadOf } from "./history.js";
 import { Lanes } from "./lanes.js";
@@ -16,14 +15,10 @@ import { Window } from "./window.js";
 
 const THEMES = ["system", "light", "dark"];
 
-const modes = new Modes(() => {
-  drawer.layOut();
-  draw();
-});
+const modes = new Modes(() => draw());
 const history = new History();
 const panels = [new Tiles(), new Topology(), new Lanes(), new Window(history)];
-const chat = new Chat({ onDenied: askForKey, listed: () => drawer?.draw() });
-const drawer = new Drawer(chat);
+const chat = new Chat({ onDenied: askForKey });
 const feed = new Feed({ onSnapshot, onState });
 let seen = 0; // when the last snapshot came
 
@@ -31,7 +26,7 @@ function onSnapshot(snapshot) {
   seen = performance.now();
   history.add(snapshot);
   chat.update(snapshot);
-  setText(document.querySelector(".model"), snapshot.title);
+  setText(document.querySelector(".model"), snapshot.model);
   document.querySelector(".model").title = `${snapshot.model}, hydra-engine ${snapshot.version}`;
   byId("one-topic").hidden = snapshot.model !== "demo";
   const [running, waiting] = loadOf(snapshot);
@@ -47,7 +42,6 @@ function draw() {
 function onState(state, words, health = "") {
   const connection = document.querySelector(".connection");
   connection.dataset.state = state;
-  if (state === "open" || state === "denied") chat.library.setKeyed(state === "denied" || Boolean(apiKey()));
   connection.dataset.health = health;
   setText(connection.querySelector("b"), words);
   showAge(state !== "open" && state !== "connecting");

@@ -6,7 +6,7 @@ const STORE = "hydra.mode";
 const ROOM = matchMedia("(min-width: 1100px)");
 
 export class Modes {
-  #chosen = "chat";
+  #chosen = "split";
   #buttons = [...document.querySelectorAll("[data-choose]")];
   #onChange;
 

@@ -1,9 +1,4 @@
-// Tells screen readers an answer sentence by sentence: a live region that got every token would stutter. What has been told leaves
-// the region, or whoever reads through the page would meet every answer twice.
-
-import { el } from "./dom.js";
-
-const TOLD_MS = 5000; // long enough for screen readers to take it up
+// Tells screen readers an answer sentence by sentence: a live region that got every token would stutter.
 
 const END = /[.!?:]["')\]]*\s|\n/g;
 
@@ -31,18 +26,20 @@ export class Speaker {
 
   finish(last = "") {
     this.#say(this.#text.length);
-    if (last) this.#tell(last);
+    if (last) this.#region.append(line(last));
   }
 
   #say(end) {
     const sentence = this.#text.slice(this.#said, end).trim();
     this.#said = end;
-    if (sentence) this.#tell(sentence);
+    if (!sentence) return;
+    while (this.#region.childNodes.length > 20) this.#region.firstChild.remove();
+    this.#region.append(line(sentence));
   }
+}
 
-  #tell(text) {
-    const line = el("p", {}, text);
-    this.#region.append(line);
-    setTimeout(() => line.remove(), TOLD_MS);
-  }
+function line(text) {
+  const element = document.createElement("p");
+  element.textContent = text;
+  return element;
 }
