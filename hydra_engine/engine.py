@@ -13,19 +13,22 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Self, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, overload
 
 from hydra_engine.cluster.supervisor import Ahead
 from hydra_engine.config import DEMO_MODEL, EngineConfig, EngineOptions, check_start, config_from_options
-from hydra_engine.config.options import warning_of_units
+from hydra_engine.config.options import as_keywords, warning_of_units
 from hydra_engine.core.call import GenerationCall, Role
-from hydra_engine.core.instances import InstanceState, Topology
+from hydra_engine.core.instances import InstanceSpec, InstanceState, Topology
+from hydra_engine.core.instances import Role as InstanceRole
 from hydra_engine.core.outputs import Piece, Result
 from hydra_engine.core.prompting import MediaLimits, TemplateOptions
 from hydra_engine.core.reports import InstanceSummary, LedgerReport, Status
 from hydra_engine.core.sampling import GenerationDefaults
-from hydra_engine.errors import ConfigError, EngineClosed
+from hydra_engine.errors import ConfigError, EngineClosed, HydraError
 from hydra_engine.frontend.batch import run_batch
 from hydra_engine.frontend.call import (
     BatchOptions,
@@ -35,7 +38,6 @@ from hydra_engine.frontend.call import (
     Prompt,
     Videos,
     make_call,
-    prompt_or_messages,
     with_prompt,
 )
 from hydra_engine.frontend.frontend import Frontend
@@ -44,7 +46,11 @@ from hydra_engine.frontend.progress import LoadProgress
 from hydra_engine.models.specs.generation import read_generation
 from hydra_engine.preprocess.model_files import find_model_files
 from hydra_engine.preprocess.text.template_files import read_template
+from hydra_engine.preprocess.text.tokenizer import load_transformers_tokenizer
 from hydra_engine.telemetry.trace import Activity
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
 
@@ -97,11 +103,12 @@ class Engine:
         processes: bool = False,
         **options: Unpack[EngineOptions],
     ) -> None:
-        self._open(config_from_options(model, options), progress, processes)
+        with _errors_with_keywords():
+            self._open(config_from_options(model, options), progress, processes)
 
     @classmethod
     def from_config(cls, config: EngineConfig, *, progress: bool | None = None, processes: bool = False) -> Self:
-        """Starts an engine from a complete configuration; otherwise like `Engine(...)`."""
+        """Starts an engine from a complete configuration; otherwise like `Engine(...)`. Errors name flags."""
         if not isinstance(config, EngineConfig):
             raise ConfigError(f"config must be an EngineConfig, not a {type(config).__name__}", param="config")
         engine = cls.__new__(cls)
@@ -148,7 +155,7 @@ class Engine:
         self._loop = self._thread.loop
         atexit.register(self.close)
         try:
-            self._wait(self._start(progress))
+            self._thread.run(self._start(progress))
         except BaseException:
             self.close()
             raise
@@ -170,6 +177,19 @@ class Engine:
         if self._closed or self._frontend is None:
             raise EngineClosed("the engine is closed; make a new Engine")
         return self._frontend
+
+    @property
+    def _ended(self) -> bool:
+        return self._closed or not self._owner.is_here
+
+    def __repr__(self) -> str:
+        states, condition = self.instances(), self.health()[1]
+        device, topology = self.config.device, self.config.topology
+        if states:
+            topology = str(Topology(tuple(InstanceSpec(InstanceRole.parse(state.role), "auto") for state in states)))
+            device = next((state.summary.device for state in states if state.summary is not None), device)
+        shown = "running" if condition == "ok" else condition
+        return f"<Engine {self.config.model}, {device}, {topology}, {shown}>"
 
     # ---- end
 
@@ -216,8 +236,13 @@ class Engine:
     # ---- one loop, any caller
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine on the engine's loop and blocks for it. Not from that loop."""
+        """Runs a coroutine on the engine's loop and blocks for it. Not from that loop. Raises EngineClosed."""
         assert self._thread is not None
+        try:
+            self.frontend  # noqa: B018 - raises where no loop would run the coroutine
+        except EngineClosed:
+            coroutine.close()
+            raise
         return self._thread.run(coroutine)
 
     async def _await(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -238,9 +263,10 @@ class Engine:
         request_id: str | None = None,
         **options: Unpack[CallOptions],
     ) -> Handle:
-        """Starts a request and returns its handle at once. `prompt` is text, token ids or chat messages; `images` and
-        `videos` are one, several or None (default); `request_id` is chosen if None. Raises InvalidRequest for an
-        unknown option; errors found later are raised to the readers of the handle.
+        """Starts a request and returns its handle at once. `prompt` is text, token ids, chat messages or vLLM's
+        {"prompt": ..}; `images` and `videos` are one, several or None (default); `request_id` is chosen if None;
+        `CallOptions` lists the keywords. Raises InvalidRequest for a wrong argument and for an open file that cannot be
+        read; errors found later are raised to the readers of the handle.
 
             handle = engine.submit("What is in this picture?", images="cat.jpg", max_tokens=64)
             print(handle.result().text)
@@ -253,26 +279,16 @@ class Engine:
 
     async def asubmit(
         self,
-        prompt: Prompt | None = None,
-        *,
-        messages: Messages | None = None,
+        prompt: Prompt | Messages,
         images: Images = None,
         videos: Videos = None,
+        *,
         request_id: str | None = None,
         **options: Unpack[CallOptions],
     ) -> Handle:
-        """Starts a request and returns its handle when it is admitted. Takes a `prompt` or `messages`, not both;
-        otherwise like `submit`. Raises the request's RequestError if it is refused."""
-        return await self.add_request(
-            self._call(prompt_or_messages(prompt, messages), images, videos, request_id, **options)
-        )
-
-    async def add_request(self, call: GenerationCall) -> Handle:
-        """Starts a request from a complete call, as the server does, and returns its handle when it is admitted. Raises
-        the request's RequestError if it is refused."""
-        number, handle = self.frontend.open_handle(call.request_id)
-        await self._await(self.frontend.submit(number, handle, call))
-        return handle
+        """Starts a request and returns its handle when it is admitted; otherwise like `submit`. Raises the request's
+        RequestError if it is refused."""
+        return await self.add_request(self._call(prompt, images, videos, request_id, **options))
 
     def _call(
         self,
@@ -288,7 +304,7 @@ class Engine:
         self, prompt: Prompt | Messages, images: Images = None, videos: Videos = None, **options: Unpack[CallOptions]
     ) -> Iterator[Piece]:
         """Yields pieces of text as they come; the last one has `.result`. Leaving the loop early cancels the request.
-        Raises the request's HydraError if it fails.
+        Takes what `submit` takes. Raises InvalidRequest, or the request's HydraError if it fails.
 
             for piece in engine.stream("What is in this picture?", images="cat.jpg"):
                 print(piece.text, end="")
@@ -324,12 +340,28 @@ class Engine:
         videos: Sequence[Videos] | None = None,
         **options: Unpack[BatchOptions],
     ) -> list[Result]: ...
-    def generate(self, prompts: Any, images: Any = None, videos: Any = None, **options: Any) -> Any:
-        """Generates to the end: one prompt gives a `Result`, a list gives a list of results in the same order. For a
-        list, `images` and `videos` are lists with one entry per prompt (None, one or several). `BatchOptions` lists the
-        keywords. With `n=3` a Result is its first answer and has all three in `.choices`. Raises the first error after
-        all have ended, unless `on_error="return"`. An interrupt cancels what still runs; the KeyboardInterrupt has the
-        finished results as `.results`, None for the rest.
+    def generate(
+        self, prompts: Any, images: Any = None, videos: Any = None, **options: Unpack[BatchOptions]
+    ) -> Result | list[Result]:
+        """Generates to the end: one prompt gives a `Result`, a list gives a list of results in the same order.
+
+        A prompt is text, token ids or vLLM's {"prompt": .., "multi_modal_data": {"image": ..}}. An image is a path, a
+        URL, a data URL, bytes, an open file, a Pillow image, or an array or tensor [H, W, 3]; a video is one of the
+        first five or its frames. For a list of prompts, `images` and `videos` are lists with one entry per prompt:
+        None, one or several.
+
+        Keywords, all optional, of `BatchOptions` in hydra_engine.frontend.call:
+
+        - temperature, max_tokens, stop, seed, n, ...: the fields of `SamplingParams`; or sampling=SamplingParams(..).
+        - response_format, grammar: structured output, as in the OpenAI API or a pydantic model; a `Grammar`.
+        - raw: True skips the chat template. template: `TemplateOptions`. pixels: `PixelBudget`, sizes of pictures.
+        - slo: `Slo`, latency limits in seconds. priority: smaller goes first. cache_salt: separates caches.
+        - on_error: "return" puts an error into `Result.error`; "raise" (default) raises the first one after all have
+          ended. progress: True shows a bar, None (default) for several prompts on a terminal.
+
+        With `n=3` a Result is its first answer and has all three in `.choices`. An interrupt cancels what still runs;
+        the KeyboardInterrupt has the finished results as `.results`, None for the rest. Raises InvalidRequest for wrong
+        arguments, and the requests' `HydraError`, with the number of the prompt as `.index`.
 
             results = engine.generate(["First?", "Second?"], images=["a.png", None], max_tokens=32)
         """
@@ -347,7 +379,9 @@ class Engine:
         videos: Sequence[Videos] | None = None,
         **options: Unpack[BatchOptions],
     ) -> list[Result]: ...
-    async def agenerate(self, prompts: Any, images: Any = None, videos: Any = None, **options: Any) -> Any:
+    async def agenerate(
+        self, prompts: Any, images: Any = None, videos: Any = None, **options: Unpack[BatchOptions]
+    ) -> Result | list[Result]:
         """`generate` for an event loop. Cancelling the task cancels what still runs."""
         return await self._await(self._batch(prompts, images, videos, options, []))
 
@@ -363,10 +397,12 @@ class Engine:
         videos: Sequence[Videos] | None = None,
         **options: Unpack[BatchOptions],
     ) -> list[Result]: ...
-    def chat(self, messages: Any, images: Any = None, videos: Any = None, **options: Any) -> Any:
-        """Answers one conversation (a list of messages) or a list of conversations; otherwise like `generate`. `images`
-        and `videos` fill the places that the messages leave open for them ({"type": "image"}), or come before the text
-        of the user's last message.
+    def chat(
+        self, messages: Any, images: Any = None, videos: Any = None, **options: Unpack[BatchOptions]
+    ) -> Result | list[Result]:
+        """Answers one conversation, a list of messages {"role": .., "content": ..}, or a list of conversations;
+        otherwise like `generate`, with the same keywords. `images` and `videos` fill the places that the messages leave
+        open for them ({"type": "image"}), or come before the text of the user's last message.
 
             engine.chat([{"role": "user", "content": "What is in this picture?"}], images="cat.jpg").text
         """
@@ -384,11 +420,13 @@ class Engine:
         videos: Sequence[Videos] | None = None,
         **options: Unpack[BatchOptions],
     ) -> list[Result]: ...
-    async def achat(self, messages: Any, images: Any = None, videos: Any = None, **options: Any) -> Any:
+    async def achat(
+        self, messages: Any, images: Any = None, videos: Any = None, **options: Unpack[BatchOptions]
+    ) -> Result | list[Result]:
         """`chat` for an event loop. Cancelling the task cancels what still runs."""
         return await self._await(self._batch(messages, images, videos, options, []))
 
-    def _wait_batch(self, prompts: Any, images: Any, videos: Any, options: dict[str, Any]) -> Any:
+    def _wait_batch(self, prompts: Any, images: Any, videos: Any, options: BatchOptions) -> Result | list[Result]:
         """Runs a batch and blocks. A KeyboardInterrupt cancels what still runs and carries the finished results as
         `.results`, None for unfinished requests."""
         ended: list[Result | None] = []
@@ -399,20 +437,20 @@ class Engine:
             raise
 
     def _batch(
-        self, prompts: Any, images: Any, videos: Any, options: dict[str, Any], ended: list[Result | None]
-    ) -> Coroutine[Any, Any, Any]:
-        return run_batch(self.frontend, prompts, images, videos, options, self.default_sampling_params, ended)
+        self, prompts: Any, images: Any, videos: Any, options: BatchOptions, ended: list[Result | None]
+    ) -> Coroutine[Any, Any, Result | list[Result]]:
+        return run_batch(self.frontend, prompts, images, videos, dict(options), self.default_sampling_params, ended)
 
     # ---- what the engine knows
 
     @property
     def summary(self) -> InstanceSummary:
-        """The summary of the first instance; `summaries` has one per instance."""
+        """The summary of the first instance; `summaries` has one per instance. Printing it gives lines for a reader."""
         return self.frontend.summaries[0]
 
     @property
     def summaries(self) -> list[InstanceSummary]:
-        """Model, device, sizes of caches and limits of a step of each instance, in the topology's order."""
+        """Model, device, sizes of caches in bytes and limits of a step of each instance, in the topology's order."""
         return self.frontend.summaries
 
     @property
@@ -446,8 +484,8 @@ class Engine:
         return self.config.model_name
 
     def stats(self) -> Status | None:
-        """The latest gauges (`.kv_used`, `.num_running`, ...) summed over instances, a fraction of a second old; None
-        before the first report."""
+        """The latest gauges (`.kv_used`, a share from 0 to 1, `.num_running`, ...) summed over instances, a fraction of
+        a second old; None before the first report. Printing them gives a line for a reader."""
         return self.frontend.statuses.total()
 
     def statuses(self) -> dict[str, Status]:
@@ -457,7 +495,7 @@ class Engine:
     def instances(self) -> tuple[InstanceState, ...]:
         """The instances of the topology: roles, conditions, restarts, latest reports. Empty before they are started and
         after they have been stopped."""
-        return () if self._closed or self._frontend is None else self._frontend.instances()
+        return () if self._ended or self._frontend is None else self._frontend.instances()
 
     def activity(self, since: int = 0, limit: int = 100, client: str | None = None) -> Activity:
         """The positions of running requests (the `limit` oldest), and the stages of ended ones (the `limit` latest
@@ -476,8 +514,8 @@ class Engine:
 
     def health(self) -> tuple[bool, str]:
         """Returns (True, "ok") if every stage is served, else False and a word why: loading, draining, hung,
-        instance_lost or closed."""
-        if self._closed:
+        instance_lost or closed (also in a forked child)."""
+        if self._ended:
             return False, "closed"
         return self._frontend.health() if self._frontend is not None else (False, "loading")
 
@@ -508,43 +546,80 @@ class Engine:
         """`reset_caches` for an event loop."""
         await self._await(self.frontend.reset_caches(kv=kv, images=images))
 
-    async def acount_tokens(self, messages: Messages, *, template: TemplateOptions | None = None) -> int:
-        """Number of tokens of the prompt of these messages, image tokens included. Generates nothing. Raises
-        InvalidRequest, or the error of a picture."""
-        return await self.count_tokens(self._call(messages, template=template))
+    # ---- tokens
 
-    async def count_tokens(self, call: GenerationCall) -> int:
-        """`acount_tokens` of a complete call, as the server makes it."""
-        return len(await self._await(self.frontend.prompt_ids(call)))
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """The model's tokenizer as transformers' AutoTokenizer loads it, with the engine's chat template; the caller's
+        own, loaded into this process on first use (about a second). It knows nothing of pictures: `tokenize` does.
+        Raises CheckpointError."""
+        tokenizer = load_transformers_tokenizer(self.config.model_path, self.frontend.preprocessor.tokenizer_class)
+        tokenizer.chat_template = self.chat_template
+        return tokenizer
+
+    def tokenize(
+        self,
+        prompt: Prompt | Messages,
+        images: Images = None,
+        videos: Videos = None,
+        *,
+        template: TemplateOptions | None = None,
+    ) -> list[int]:
+        """Returns the token ids of a prompt: text as it is, as in a request with `raw=True`; messages as the chat
+        template writes them. Each picture has as many placeholders as it has features; none is encoded. Raises
+        InvalidRequest, or the error of a picture.
+
+            engine.tokenize([{"role": "user", "content": "What is in this picture?"}], images="cat.jpg")
+        """
+        return self._wait(self.tokenize_call(self._call(prompt, images, videos, template=template, raw=True)))
 
     async def atokenize(
         self,
-        prompt: str | None = None,
+        prompt: Prompt | Messages,
+        images: Images = None,
+        videos: Videos = None,
         *,
-        messages: Messages | None = None,
         template: TemplateOptions | None = None,
     ) -> list[int]:
-        """Token ids of a raw text (`prompt`) or of `messages`, as in a request: pictures are opened, and each has as
-        many placeholders as it takes."""
-        return await self.tokenize(self._call(prompt_or_messages(prompt, messages), template=template, raw=True))
+        """`tokenize` for an event loop."""
+        return await self.tokenize_call(self._call(prompt, images, videos, template=template, raw=True))
 
-    async def tokenize(self, call: GenerationCall) -> list[int]:
-        """`atokenize` of a complete call, as the server makes it."""
-        if any(part for message in call.messages for part in message.media):
-            return list(await self._await(self.frontend.prompt_ids(call)))
-        return await self._await(self.frontend.preprocessor.tokenize(call))
+    def count_tokens(
+        self,
+        prompt: Prompt | Messages,
+        images: Images = None,
+        videos: Videos = None,
+        *,
+        template: TemplateOptions | None = None,
+    ) -> int:
+        """Number of token ids that `tokenize` returns."""
+        return len(self.tokenize(prompt, images, videos, template=template))
+
+    async def acount_tokens(
+        self,
+        prompt: Prompt | Messages,
+        images: Images = None,
+        videos: Videos = None,
+        *,
+        template: TemplateOptions | None = None,
+    ) -> int:
+        """`count_tokens` for an event loop."""
+        return len(await self.atokenize(prompt, images, videos, template=template))
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of token ids, special tokens included. Raises InvalidRequest for ids outside the
+        vocabulary."""
+        return self._wait(self.adetokenize(token_ids))
+
+    async def adetokenize(self, token_ids: Sequence[int], client: str = "") -> str:
+        """`detokenize` for an event loop; takes turns with requests of other clients than `client`."""
+        return await self._await(self.frontend.preprocessor.detokenize(token_ids, client))
 
     async def atoken_strs(self, token_ids: Sequence[int]) -> list[str]:
         """The vocabulary's spelling of each id; empty for ids outside it."""
         return await asyncio.to_thread(self.frontend.preprocessor.tokenizer.tokens, token_ids)
 
-    async def adetokenize(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of token ids. Raises InvalidRequest for ids outside the vocabulary."""
-        return await self.detokenize(token_ids, "")
-
-    async def detokenize(self, token_ids: Sequence[int], client: str) -> str:
-        """`adetokenize` for the server: takes turns with requests of other clients."""
-        return await self._await(self.frontend.preprocessor.detokenize(token_ids, client))
+    # ---- traces
 
     def export_trace(self, path: str | Path) -> None:
         """Writes the stages of the last requests to `path` as Chrome trace JSON; open it in ui.perfetto.dev."""
@@ -553,6 +628,36 @@ class Engine:
     def trace_events(self, seconds: float) -> list[dict[str, Any]]:
         """Chrome trace events of the last `seconds`. Thread-safe."""
         return self.frontend.trace_events(seconds)
+
+    # ---- complete calls, as the server makes them
+
+    async def add_request(self, call: GenerationCall) -> Handle:
+        """Starts a request from a complete call, as the server does, and returns its handle when it is admitted. Raises
+        the request's RequestError if it is refused."""
+        number, handle = self.frontend.open_handle(call.request_id)
+        await self._await(self.frontend.submit(number, handle, call))
+        return handle
+
+    async def tokenize_call(self, call: GenerationCall) -> list[int]:
+        """Token ids of a call's prompt; its pictures are opened, and each has as many placeholders as it has features.
+        Text without pictures may be longer than any request."""
+        if call.media or any(part for message in call.messages for part in message.media):
+            return list(await self._await(self.frontend.prompt_ids(call)))
+        return await self._await(self.frontend.preprocessor.tokenize(call))
+
+    async def count_call_tokens(self, call: GenerationCall) -> int:
+        """Number of tokens of a call's prompt, image tokens included. Opens its pictures, generates nothing. Raises the
+        RequestError with which the call would be refused."""
+        return len(await self._await(self.frontend.prompt_ids(call)))
+
+
+@contextmanager
+def _errors_with_keywords() -> Iterator[None]:
+    """Spells flags in errors of its body as keywords of `Engine(...)`."""
+    try:
+        yield
+    except HydraError as error:
+        raise error.with_message(as_keywords(error.message)) from error.__cause__
 
 
 class LoopThread:

@@ -21,7 +21,7 @@
     |   +-- RequestAborted           499  cancelled by its owner
     +-- ConfigError                  exit 2  a setting is wrong or settings contradict each other
     +-- CheckpointError              exit 3  the model directory cannot be served
-    +-- ResourceError                exit 4  memory, port or device is missing
+    +-- ResourceError                exit 4  memory, disk, port or device is missing
     +-- BackendError                 exit 5  an operation has no usable implementation
     +-- EngineClosed                 the engine was closed or its instance died
 

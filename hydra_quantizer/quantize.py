@@ -36,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    if arguments.model.endswith(".gguf"):
+    if arguments.model.endswith(".gguf") and Path(arguments.model).is_file():
         raise CheckpointError(
             f"{arguments.model!r} is a GGUF file, which is served as it is; quantize reads safetensors"
         )

@@ -1,5 +1,5 @@
 """Commands for a person at a terminal: a chat client for any server with OpenAI's API, answers to a file of requests,
-a load generator and benchmarks of the source tree, and completion for shells.
+a load generator and benchmarks of the source tree, models fetched and listed, and completion for shells.
 
 A package beside the engine, in the same wheel: it uses the engine's settings, timelines and parsers.
 """
@@ -12,5 +12,7 @@ RUN_BATCH = Command(
     "hydra_terminal.run_batch",
     position=30,
 )
+PULL = Command("fetch a model of the Hugging Face Hub into its cache", "hydra_terminal.pull", position=31)
+LIST = Command("list the models of the Hugging Face cache and of folders", "hydra_terminal.list_models", position=32)
 BENCH = Command("send a load to a server, or run a benchmark of the source tree", "hydra_terminal.bench", position=50)
 COMPLETION = Command("print a completion script for bash, zsh or fish", "hydra_terminal.completion", position=80)

@@ -26,7 +26,7 @@ _WIDTH = 100
 _LOAD = "serve"  # the load generator, which every installation has
 _LOAD_SUMMARY = "Sends requests to any server with OpenAI's API: throughput and latencies, as `vllm bench serve`."
 _ALL = "`hydra-engine bench` lists all."
-_IN_A_CLONE = "Others than `serve` are part of the source tree: run this from a clone of the repository."
+_IN_A_CLONE = "others than `serve` are part of the source tree: run this from a clone of the repository."
 _RENAMED = {"serve": "goodput"}  # folders of bench/ whose name is taken
 _SERVING = "the engine as it is used"
 _GROUPS = {
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         return run_load(arguments.arguments)
     benches = _benchmarks()
     if name is None:
-        sys.stdout.write("\n".join([*_list(benches), *([] if benches else [_IN_A_CLONE])]) + "\n")
+        sys.stdout.write("\n".join([*_list(benches), *([] if benches else [f"\n{_IN_A_CLONE.capitalize()}"])]) + "\n")
         return 0
     if name not in benches:
         near = difflib.get_close_matches(name, [_LOAD, *benches], n=2)

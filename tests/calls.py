@@ -5,13 +5,13 @@ from typing import Any
 
 from hydra_engine.core.call import ChatMessage, GenerationCall, ImagePart, MediaPart, TextPart
 from hydra_engine.core.sampling import SamplingParams
-from hydra_engine.frontend.call import make_call, prompt_or_messages, with_prompt
+from hydra_engine.frontend.call import make_call, with_prompt
 
 
 def asked(prompt: Any = None, *, messages: Any = None, images: Any = None, videos: Any = None, **options: Any) -> Any:
     """The call that a method of `Engine` makes of these arguments."""
     call: GenerationCall = make_call(options, SamplingParams())
-    return with_prompt(call, prompt_or_messages(prompt, messages), images, videos)
+    return with_prompt(call, messages if prompt is None else prompt, images, videos)
 
 
 def plain(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

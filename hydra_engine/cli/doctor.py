@@ -6,7 +6,6 @@ Runs nothing on a GPU and allocates no memory there. For bug reports: the output
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 import shutil
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 
 from hydra_engine import __version__
 from hydra_engine.config import DEMO_MODEL, EngineConfig
+from hydra_engine.core.units import size
 from hydra_engine.errors import HydraError
 from hydra_engine.profiler.start import processor_name
 
@@ -72,14 +72,23 @@ def _versions() -> list[tuple[str, str]]:
 
 
 def _machine(cpu: dict[str, Any]) -> list[tuple[str, str]]:
-    page, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
+    host_memory: Any = import_module("hydra_engine.backend.cpu.device").host_memory
     return [
         ("processor", processor_name() or platform.processor() or "unknown"),
         ("usable cores", str(cpu["cores"])),
-        ("memory", f"{page * pages / 2**30:.1f} GiB"),
+        ("memory", "{1}, {0} available".format(*map(size, host_memory()))),
+        ("for downloads", f"{size(_download_bytes())} free in the Hugging Face cache"),
         ("instructions", ", ".join(cpu["features"]) or "unknown: the extension is missing"),
         ("level taken", cpu["isa"] or "none"),
     ]
+
+
+def _download_bytes() -> int:
+    """Free bytes of the file system where `--download` puts models."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    folder = Path(HF_HUB_CACHE)
+    return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
 
 
 def _build(cpu: dict[str, Any]) -> list[tuple[str, str]]:

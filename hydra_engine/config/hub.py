@@ -1,5 +1,6 @@
-"""Lookup of a model's files: `model` is a folder, or a hub id such as Qwen/Qwen2-VL-2B-Instruct in the Hugging Face
-cache (HF_HOME and its other variables apply). Contacts the hub only with `download`.
+"""Lookup of a model's files: `model` is a folder, or a hub id in the Hugging Face cache, such as
+Qwen/Qwen2-VL-2B-Instruct for safetensors or OWNER/REPO-GGUF:Q4_K_M for GGUF files. Contacts the hub only with
+`download`.
 
 Checks that the files of a model exist, not their contents. Imports huggingface_hub only to look up an id.
 """
@@ -9,15 +10,31 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Collection
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import NamedTuple
 
 from hydra_engine.config.engine import DEMO_MODEL, SHAPES, EngineConfig
+from hydra_engine.config.gguf_files import (
+    DEFAULT_TAG,
+    choose_mmproj,
+    choose_model,
+    is_gguf,
+    is_mmproj,
+    missing_parts,
+    nearest_tag,
+    shown,
+)
+from hydra_engine.config.hub_cache import cached_snapshot
+from hydra_engine.config.hub_download import HubFile, download_files, repository_files
+from hydra_engine.config.unknown_model import check_folder, nearest_model, unknown_model
 from hydra_engine.core.model_folder import read_file
+from hydra_engine.core.options import NATIVE
 from hydra_engine.errors import CheckpointError, ConfigError
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
-_TAGGED = re.compile(rf"({_HUB_ID.pattern}):([A-Za-z0-9._-]*)")  # repository:quantisation, for GGUF files
+_HUB_ID = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*)(:[A-Za-z0-9._-]*)?")
 _CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -26,59 +43,131 @@ _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 # Files to download: no other formats, in which many repositories hold a second copy, and no subfolders.
 _WANTED = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
-_UNWANTED = ["*/*", "consolidated*.safetensors"]
-_SHOWN = 4  # missing files that a message names
+_UNWANTED = ("*/*", "consolidated*.safetensors")
+
+
+class ModelPaths(NamedTuple):
+    """Files of a model. `gguf` are all parts of a text model, empty if the folder is the model."""
+
+    folder: Path
+    gguf: tuple[Path, ...] = ()
+    mmproj: Path | None = None
 
 
 def find_model(config: EngineConfig) -> EngineConfig:
-    """Returns the configuration with `model_folder` set if `model` is a hub id; unchanged for a folder, `demo` and
-    SHAPES. Raises CheckpointError if there is neither such a folder nor a complete model of that name in the cache, or
-    if the download fails; ConfigError if `revision` is given with a folder."""
-    if config.model_folder is not None or config.model in (DEMO_MODEL, *SHAPES):
+    """Returns the configuration with `model_folder` set if `model` is a hub id of safetensors; unchanged for a folder,
+    `demo` and SHAPES. Raises CheckpointError and ConfigError as `find_hub_model`."""
+    found = find_hub_model(config)
+    if found is None:
         return config
-    if os.path.isdir(config.model):  # Path's own raises for names that no folder can have
-        if config.revision is not None:
-            raise ConfigError("revision is for models of the Hugging Face Hub; MODEL is a folder", param="revision")
-        return config
-    if tagged := _TAGGED.fullmatch(config.model):
-        raise _gguf(config, tagged[1], tagged[2])
-    if not _HUB_ID.fullmatch(config.model):
-        raise _no_directory(config)
-    folder, missing = _cached(config)
-    if missing and "gguf" in config.model.lower():
-        raise _gguf(config, config.model, "")
-    if missing and config.download:
-        folder = _download(config)
-        if missing := _missing(folder, config):
-            raise CheckpointError(f"{config.model!r} cannot be served: its repository has no {_listed(missing)}")
-    if missing:
-        command = f"hf download {config.model}" + (f" --revision {config.revision}" if config.revision else "")
-        state = (
-            f"there is no folder {config.model!r}, nor a model of that name in the Hugging Face cache"
-            if folder is None
-            else f"{config.model!r} is in the Hugging Face cache without {_listed(missing)}"
-        )
-        raise CheckpointError(f"{state}; `{command}` fetches it, and so does --download")
-    return replace(config, model_folder=str(folder))
+    if found.gguf:
+        raise CheckpointError(f"{config.model!r} is a model of GGUF files, which are served as they are")
+    return replace(config, model_folder=str(found.folder))
 
 
-def _cached(config: EngineConfig) -> tuple[Path | None, list[str]]:
-    """The folder of the cached snapshot, None if there is none, and the names of its missing files."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+def find_hub_model(config: EngineConfig) -> ModelPaths | None:
+    """Finds a hub id in the cache; None for a folder, `demo` and SHAPES. Raises CheckpointError if there is neither
+    such a folder nor a complete model of that name, or if the download fails; ConfigError if `revision` is given for
+    another model than a hub id; ResourceError if the disk has too little room for the download."""
+    local = config.model in (DEMO_MODEL, *SHAPES) or os.path.isdir(config.model)  # Path's own raises for some names
+    if config.model_folder is not None or local:
+        check_revision(config)
+        if local and config.model_folder is None:
+            check_folder(config.model)
+        return None
+    named = hub_name(config.model)
+    if named is None or (named[1] is None and is_gguf(config.model)):
+        raise unknown_model(config.model)
+    name, tag = named
+    folder = _cached(config, name)
+    needs_weights = config.load_format != "random"
+    listing: list[HubFile] = []
+    gguf = tag is not None or (folder is not None and has_gguf_alone(_names(folder)))
+    if not gguf and (missing := missing_files(folder, weights=needs_weights)):
+        if not config.download:
+            raise _not_cached(config, name, folder, missing)
+        listing = repository_files(name, config.revision)
+        gguf = has_gguf_alone([file.path for file in listing])
+        if not gguf:
+            check_no_mmproj(config)
+            download_files(name, config.revision, [file for file in listing if _is_wanted(file.path, config)])
+            folder = _cached(config, name)
+            if missing := missing_files(folder, weights=needs_weights):
+                raise CheckpointError(f"{name!r} cannot be served: its repository has no {shown(missing)}")
+    if gguf:
+        return _find_gguf(config, name, tag or "", folder, listing)
+    assert folder is not None  # else a file was missing
+    return ModelPaths(folder)
+
+
+def check_revision(config: EngineConfig) -> None:
+    """Raises ConfigError if `revision` is given with a model that is no hub id."""
+    if config.revision is not None and config.model_folder is None:
+        kind = "a file" if os.path.isfile(config.model) else "a folder" if os.path.isdir(config.model) else config.model
+        raise ConfigError(f"revision is for models of the Hugging Face Hub; MODEL is {kind}", param="revision")
+
+
+def check_gguf_options(config: EngineConfig) -> None:
+    """Raises ConfigError for options that do not fit a model of GGUF files."""
+    if config.model_impl not in NATIVE:
+        reason = f"GGUF files are for native models, not for model_impl {config.model_impl}"
+        raise ConfigError(reason, param="model_impl")
+
+
+def check_no_mmproj(config: EngineConfig) -> None:
+    """Raises ConfigError if `mmproj` is given, for models of other files than GGUF."""
+    if config.mmproj is not None:
+        raise ConfigError("mmproj belongs to a MODEL of GGUF files", param="mmproj")
+
+
+def hub_name(model: str) -> tuple[str, str | None] | None:
+    """The repository of a hub id and the tag behind its colon, empty for the default one and None without colon; None
+    for what is no hub id."""
+    found = _HUB_ID.fullmatch(model)
+    if found is None:
+        return None
+    return found[1], None if found[2] is None else found[2][1:].removesuffix("latest")
+
+
+def _cached(config: EngineConfig, name: str) -> Path | None:
+    from huggingface_hub.errors import HFValidationError
 
     try:
-        # allow_patterns=[] downloads no file, so an incomplete snapshot is found too.
-        snapshot = snapshot_download(config.model, revision=config.revision, local_files_only=True, allow_patterns=[])
-    except LocalEntryNotFoundError:
-        return None, [_CONFIG]
+        return cached_snapshot(name, config.revision)
     except HFValidationError:  # two dots in a row and the like
-        raise _no_directory(config) from None
-    return Path(snapshot), _missing(Path(snapshot), config)
+        raise unknown_model(config.model) from None
 
 
-def _missing(folder: Path, config: EngineConfig) -> list[str]:
-    """Required files that are missing, including broken links."""
+def _not_cached(config: EngineConfig, name: str, folder: Path | None, missing: list[str]) -> CheckpointError:
+    if folder is None and "gguf" in name.lower():
+        return _no_gguf(config, name, "", [])
+    revision = _revision_flag(config)
+    state = (
+        f"there is no folder {config.model!r}, nor a model of that name in the Hugging Face cache"
+        f"{nearest_model(config.model)}"
+        if folder is None
+        else f"{config.model!r} is in the Hugging Face cache without {shown(missing)}"
+    )
+    return CheckpointError(
+        f"{state}; `hydra-engine pull {name}{revision}` or `hf download {name}{revision}` fetches it, and so does "
+        "--download"
+    )
+
+
+def _revision_flag(config: EngineConfig) -> str:
+    return f" --revision {config.revision}" if config.revision else ""
+
+
+def _names(folder: Path) -> list[str]:
+    """Names of the files of a folder, with subfolders; broken links are left out."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def missing_files(folder: Path | None, *, weights: bool = True) -> list[str]:
+    """Names of the files that a snapshot needs and has not, including broken links; without a snapshot config.json.
+    `weights`: the files of weights count too."""
+    if folder is None:
+        return [_CONFIG]
     there = {path.name for path in folder.iterdir() if path.is_file()}
     missing = [] if _CONFIG in there else [_CONFIG]
     if there.isdisjoint(_TOKENIZERS):
@@ -86,7 +175,7 @@ def _missing(folder: Path, config: EngineConfig) -> list[str]:
     sees = _CONFIG in there and b'"vision_config"' in (read_file(folder, _CONFIG) or b"")
     if sees and there.isdisjoint(_PROCESSORS):
         missing.append(_PROCESSORS[0])
-    if config.load_format == "random" or _WEIGHTS in there:
+    if not weights or _WEIGHTS in there:
         return missing
     if _INDEX in there:
         return missing + sorted(_shards(folder) - there)
@@ -106,43 +195,81 @@ def _shards(folder: Path) -> set[str]:
     return {str(place) for place in places}
 
 
-def _download(config: EngineConfig) -> Path:
-    """Downloads a hub id, with huggingface_hub's bars on a terminal. Raises CheckpointError."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
-    from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # the version that huggingface_hub uses
-
-    name = config.model
-    allow = [*_WANTED, *(["*.py"] if config.trust_remote_code else [])]
+def _is_wanted(path: str, config: EngineConfig) -> bool:
+    """True if a download of a model of safetensors takes the file."""
+    patterns = [*_WANTED, *(["*.py"] if config.trust_remote_code else [])]
     if config.load_format != "random":
-        allow.append("*.safetensors")
-    try:
-        return Path(snapshot_download(name, revision=config.revision, allow_patterns=allow, ignore_patterns=_UNWANTED))
-    except GatedRepoError:
-        why = f"accept its conditions at https://huggingface.co/{name}, then `hf auth login` or set HF_TOKEN"
-    except RepositoryNotFoundError:
-        why = "the Hugging Face Hub has no such model, or it is private: then `hf auth login` or set HF_TOKEN"
-    except RevisionNotFoundError:
-        why = f"it has no revision {config.revision!r}"
-    except (OSError, RuntimeError, httpx.HTTPError) as error:  # RuntimeError: from hf_xet
-        why = str(error).strip().split("\n", 1)[0][:200] or type(error).__name__
-    raise CheckpointError(f"{name!r} cannot be downloaded: {why}")
+        patterns.append("*.safetensors")
+    fits = any(fnmatchcase(path, pattern) for pattern in patterns)
+    return fits and not any(fnmatchcase(path, pattern) for pattern in _UNWANTED)
 
 
-def _no_directory(config: EngineConfig) -> CheckpointError:
-    return CheckpointError(f"there is no model directory {config.model[:200]!r}")
+# ---- GGUF
 
 
-def _gguf(config: EngineConfig, name: str, tag: str) -> CheckpointError:
-    """The error for a repository of GGUF files: it has many, and the user must fetch one into a folder."""
-    revision = f" --revision {config.revision}" if config.revision else ""
-    wanted = f"'*{tag}*.gguf'" if tag else "FILE.gguf"
+def has_gguf_alone(paths: Collection[str]) -> bool:
+    """True if there are GGUF files and no other weights. Subfolders count for GGUF files only."""
+    others = (".safetensors", *_PICKLES)
+    return any(map(is_gguf, paths)) and not any(path.endswith(others) and "/" not in path for path in paths)
+
+
+def _find_gguf(config: EngineConfig, name: str, tag: str, folder: Path | None, listing: list[HubFile]) -> ModelPaths:
+    """Finds the GGUF files that `tag` names, and their mmproj unless `mmproj` is a file."""
+    check_gguf_options(config)
+    paths = [] if folder is None else _names(folder)
+    model = choose_model(paths, tag)
+    complete = not isinstance(model, str) and not missing_parts(model, paths)
+    mmproj = _mmproj(config, paths, model) if complete else None
+    if config.download and not (complete and (mmproj or _has_own_mmproj(config))):
+        listing = listing or repository_files(name, config.revision)
+        names = [file.path for file in listing]
+        model = model if complete else choose_model(names, tag)
+        if isinstance(model, str) or missing_parts(model, names):
+            raise _no_gguf(config, name, tag, names)
+        wanted = {*model, mmproj or _mmproj(config, names, model)}
+        download_files(name, config.revision, [file for file in listing if file.path in wanted])
+        folder = _cached(config, name)
+        paths = [] if folder is None else _names(folder)
+        mmproj = _mmproj(config, paths, model)
+    if folder is None or isinstance(model, str) or missing_parts(model, paths):
+        raise _no_gguf(config, name, tag, paths)
+    if mmproj is None and config.mmproj is not None and not _has_own_mmproj(config):
+        files = shown(filter(is_mmproj, paths)) or "none"
+        raise CheckpointError(f"there is no file {config.mmproj[:200]!r}; mmproj files of {name} here: {files}")
+    parts = tuple(folder / part for part in model)
+    return ModelPaths(folder, parts, folder / mmproj if mmproj else None)
+
+
+def _has_own_mmproj(config: EngineConfig) -> bool:
+    return config.mmproj is not None and os.path.isfile(config.mmproj)
+
+
+def _mmproj(config: EngineConfig, paths: Collection[str], model: list[str] | str) -> str | None:
+    """The mmproj for a model among the files of its repository: the one that the setting names, else the best."""
+    if _has_own_mmproj(config) or isinstance(model, str):
+        return None
+    if config.mmproj is None:
+        return choose_mmproj(paths, model[0])
+    return next((path for path in paths if is_mmproj(path) and config.mmproj in (path, path.split("/")[-1])), None)
+
+
+def _no_gguf(config: EngineConfig, name: str, tag: str, paths: Collection[str]) -> CheckpointError:
+    """The error for a model of GGUF files that is not in the cache, or with `download` not in the repository, which has
+    the files `paths`."""
+    where = "its repository" if config.download else "the Hugging Face cache"
+    model, near = choose_model(paths, tag), nearest_tag(paths, tag)
+    if not isinstance(model, str):
+        problem = f"{where} has it without {shown(missing_parts(model, paths))}"
+    elif near is None:
+        problem = f"{where} has no GGUF model of it"
+    else:
+        problem = f"{where} has {model} of it; name one, such as {name}:{near}"
+    if config.download:
+        return CheckpointError(f"{config.model!r} cannot be served: {problem}")
+    full = f"{name}:{tag}" if tag else name
+    revision, pattern = _revision_flag(config), f"*{tag.removesuffix('.gguf') or DEFAULT_TAG}*.gguf"
+    command = f"hf download {name}{revision} --include '{pattern}' --include '*mmproj*.gguf'"
     return CheckpointError(
-        f"{config.model!r} names GGUF files, which are served from a folder: `hf download {name}{revision} --include "
-        f"{wanted} --include 'mmproj*.gguf' --local-dir DIR` fetches them, then DIR is the MODEL"
+        f"{config.model!r} is not here: {problem}; `hydra-engine pull {full}{revision}` or `{command}` fetches it, and "
+        "so does --download"
     )
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -7,6 +7,7 @@ a configuration file.
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 
 from hydra_engine.config.engine import PARTS, EngineConfig
@@ -24,6 +25,9 @@ MEDIA_LIMIT_FIELDS = {"image": "max_images", "video": "max_videos"}
 
 _LONG_TPOT_S = 1.0
 _SHOWN = 40  # characters that a message quotes
+_FLAG = re.compile(  # or a command
+    r"`[^`]*`|--(?P<no>no-)?(?P<name>[a-z][a-z0-9-]*)(?: (?P<value>[a-z][a-z0-9]*|[0-9]+(?:\.[0-9]+)?))?"
+)
 
 
 def variable_of(name: str) -> str:
@@ -39,6 +43,24 @@ def all_options() -> tuple[Option, ...]:
 def options_by_name() -> dict[str, Option]:
     """Options by each of their names and aliases, with dashes."""
     return {name: option for option in all_options() for name in (option.name, *option.aliases)}
+
+
+def as_keywords(message: str) -> str:
+    """`message` with keywords of `Engine(...)` in place of flags, `quantization="int4"` for `--quantization int4`.
+    Commands in backticks stay."""
+    return _FLAG.sub(_keyword, message)
+
+
+def _keyword(found: re.Match[str]) -> str:
+    negated, name, value = found["no"], found["name"], found["value"]
+    option = options_by_name().get(name or "")
+    if option is None or option.owner is ServerConfig:
+        return found[0]
+    if option.kind is bool:
+        return f"{option.field}={not negated}" + (f" {value}" if value else "")
+    if value is not None and (value in (option.choices or ()) or value[0].isdigit()):
+        return f"{option.field}={value if value[0].isdigit() else json.dumps(value)}"
+    return option.field + (f" {value}" if value else "")
 
 
 _said: set[float] = set()

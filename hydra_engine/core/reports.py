@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from hydra_engine.core.ids import RequestId
+from hydra_engine.core.units import size
 
 # ---- at its start
 
@@ -72,6 +73,17 @@ class InstanceSummary(msgspec.Struct, frozen=True):
     ops: tuple[tuple[str, str, str], ...] = ()  # (op, implementation, reason)
     notes: tuple[str, ...] = ()
     limits: LimitSummary = LimitSummary()
+
+    def __str__(self) -> str:
+        caches = f"KV cache {size(self.kv_cache_bytes)} ({self.num_kv_blocks * self.kv_block_size} tokens)"
+        images = f"image cache {size(self.image_cache_bytes)} ({self.num_image_blocks * self.image_block_size} rows)"
+        threads = f"{self.threads} thread{'s' if self.threads != 1 else ''} per lane"
+        return (
+            f"{self.name}: {self.model} ({self.family}), role {self.role}, {self.device}, {self.dtype}, {threads}\n"
+            f"memory: weights {size(self.weights_bytes)}, {caches}, {images}\nlimits: {self.max_model_len} "
+            f"tokens a request, {self.max_num_seqs} requests at once, {self.token_budget} tokens a language step, "
+            f"{self.image_budget} patches a vision step\nloaded in {self.load_s:.1f} s"
+        )
 
     @property
     def cache_bytes(self) -> int:
@@ -180,6 +192,14 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     language_step: StepReport = StepReport()
     vision_step: StepReport = StepReport()
     transfer: TransferReport = TransferReport()
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_running} running, {self.num_waiting} waiting, {self.num_encoding} encoding; KV cache "
+            f"{self.kv_used:.0%} used, image cache {self.image_cache_used:.0%}; since the start {self.prompt_tokens} "
+            f"tokens of prompts, {self.generation_tokens} generated, {self.images_encoded} pictures encoded, "
+            f"{self.num_preemptions} preemptions"
+        )
 
     @property
     def kv_used(self) -> float:

@@ -30,7 +30,8 @@ class SamplingParams:
 
     - temperature: 0 to 2, default 1.0. 0 is greedy.
     - top_p, min_p: 0 to 1, defaults 1.0 and 0.0 (off). top_k: 0 or -1 (off) or the number of tokens, default 0.
-    - seed: a 64-bit integer; with a seed the text depends on the request alone. None (default): the engine draws one.
+    - seed: a 64-bit integer; with a seed the text depends on the request alone. None (default) or -1: the engine draws
+        one.
     - max_tokens: 1 to 1,048,576. None (default): the model's default or, without one, the rest of the context.
     - min_tokens: the fewest tokens before the text may end, stop strings included, default 0; at most max_tokens. A
         grammar that allows nothing more ends it earlier.

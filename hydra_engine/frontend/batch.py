@@ -7,19 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from hydra_engine.core.call import GenerationCall
 from hydra_engine.core.outputs import FinishReason, RequestMetrics, Result, Usage
 from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.errors import HydraError, InvalidRequest
-from hydra_engine.frontend.call import check_prompt, is_chat, is_token_ids, make_call, with_prompt
+from hydra_engine.frontend.call import (
+    check_no_sampling,
+    check_prompt,
+    is_chat,
+    is_prompt_dict,
+    is_token_ids,
+    make_call,
+    with_prompt,
+)
 from hydra_engine.frontend.frontend import Frontend
 from hydra_engine.frontend.progress import BatchProgress
 
 
-async def run_batch(
+def run_batch(
     frontend: Frontend,
     prompts: Any,
     images: Any,
@@ -27,30 +35,35 @@ async def run_batch(
     options: dict[str, Any],
     defaults: SamplingParams,
     ended: list[Result | None],
-) -> Any:
-    """Runs requests to their end for `Engine.generate` and `chat`. `options` are BatchOptions; `ended[i]` is set to the
-    result of prompt i as it ends. Returns one Result for a single prompt, else a list."""
+) -> Coroutine[Any, Any, Result | list[Result]]:
+    """Returns what runs requests to their end for `Engine.generate` and `chat`, on the frontend's loop: one Result for
+    a single prompt, else a list. Checks arguments and reads open files before it returns. `options` are BatchOptions;
+    `ended[i]` is set to the result of prompt i as it ends. Raises InvalidRequest."""
     check_prompt(prompts)
-    single = isinstance(prompts, str) or is_token_ids(prompts) or is_chat(prompts)
+    single = isinstance(prompts, str) or is_token_ids(prompts) or is_chat(prompts) or is_prompt_dict(prompts)
     raises = options.pop("on_error", "raise") == "raise"
     progress = options.pop("progress", None)
     items = [prompts] if single else list(prompts)
     pictures = [images] if single else _one_each(images, len(items), "images")
     films = [videos] if single else _one_each(videos, len(items), "videos")
-    prompts = list(zip(items, pictures, films, strict=True))
-    results = await _run_all(frontend, make_call(options, defaults), prompts, ended, progress=progress, single=single)
-    for result in results if raises else ():
-        if result.error is not None:
-            if not single:
-                result.error.add_note("the other requests have ended")
-            raise result.error
-    return results[0] if single else results
+    call = make_call(options, defaults)
+    calls = [_made(call, *item) for item in zip(items, pictures, films, strict=True)]
+    return _run_all(frontend, call.sampling.n, calls, ended, progress=progress, single=single, raises=raises)
+
+
+def _made(call: GenerationCall, prompt: Any, images: Any, videos: Any) -> GenerationCall | HydraError:
+    """Returns the error of a wrong prompt, which fails alone, in place of its call."""
+    try:
+        return with_prompt(call, prompt, images, videos)
+    except HydraError as error:
+        return error
 
 
 def _one_each(values: Any, num_items: int, name: str) -> list[Any]:
     """Returns one entry per prompt. Raises InvalidRequest if the numbers differ."""
     if values is None:
         return [None] * num_items
+    check_no_sampling(values)
     is_list = isinstance(values, Sequence) and not isinstance(values, str | bytes)
     if not is_list or len(values) != num_items:
         entries = f"{len(values)} entries" if is_list else "one entry"
@@ -60,27 +73,30 @@ def _one_each(values: Any, num_items: int, name: str) -> list[Any]:
 
 async def _run_all(
     frontend: Frontend,
-    call: GenerationCall,
-    prompts: Sequence[tuple[Any, Any, Any]],
+    num_answers: int,
+    calls: Sequence[GenerationCall | HydraError],
     ended: list[Result | None],
     *,
     progress: bool | None,
     single: bool,
-) -> list[Result]:
-    """Runs `call` for each (prompt, images, videos) of `prompts`. The Result of a failed request has an `error`, whose
-    `index` is that of the prompt; its message names it too unless `single`."""
+    raises: bool,
+) -> Result | list[Result]:
+    """Runs all `calls`, with `num_answers` each. The Result of a failed request has an `error`, whose `index` is that
+    of the prompt; its message names it too unless `single`. With `raises` the first error is raised after the end."""
     limits = frontend.config.scheduler
-    ended.extend([None] * len(prompts))
+    ended.extend([None] * len(calls))
     # Enough to keep the lanes busy and preprocessing ahead of them, but never more than the queue admits.
     at_once = max((summary.max_num_seqs for summary in frontend.summaries), default=0) or limits.max_running_requests
-    window = asyncio.Semaphore(max(1, min(2 * at_once, limits.max_queue // 2) // call.sampling.n))
-    with BatchProgress(len(prompts), progress if len(prompts) > 1 else False, frontend.statuses.total) as bar:
+    window = asyncio.Semaphore(max(1, min(2 * at_once, limits.max_queue // 2) // num_answers))
+    with BatchProgress(len(calls), progress if len(calls) > 1 else False, frontend.statuses.total) as bar:
 
-        async def run(index: int, prompt: tuple[Any, Any, Any]) -> Result:
+        async def run(index: int, call: GenerationCall | HydraError) -> Result:
             async with window:
                 number, handle = frontend.open_handle()
                 try:
-                    await frontend.submit(number, handle, with_prompt(call, *prompt))
+                    if isinstance(call, HydraError):
+                        raise call
+                    await frontend.submit(number, handle, call)
                     result = await handle
                 except HydraError as failure:
                     place = None if single else index
@@ -93,7 +109,13 @@ async def _run_all(
                 bar.add(result)
                 return result
 
-        return list(await asyncio.gather(*(run(index, prompt) for index, prompt in enumerate(prompts))))
+        results = list(await asyncio.gather(*(run(index, call) for index, call in enumerate(calls))))
+    for result in results if raises else ():
+        if result.error is not None:
+            if not single:
+                result.error.add_note("the other requests have ended")
+            raise result.error
+    return results[0] if single else results
 
 
 def _placed(error: HydraError, index: int | None) -> HydraError:

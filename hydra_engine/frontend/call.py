@@ -1,12 +1,13 @@
 """Builds one `GenerationCall` per request from the arguments of `Engine`'s methods.
 
 Messages, pictures and videos as Python users give them become the typed ones of `core/call.py`: OpenAI's format and its
-looser relatives, with paths, bytes and pictures in memory beside URLs. Opens nothing: a picture stays the object that
-the user gave.
+looser relatives, with paths, bytes and pictures in memory beside URLs. A picture stays the object that the user gave,
+but for open files: they are read at once, since they may be closed before the engine gets to them.
 """
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -44,13 +45,27 @@ class Tensor(Protocol):
     def numpy(self) -> Any: ...
 
 
-Prompt = str | Sequence[int]
+class BinaryFile(Protocol):
+    """A file that is open for reading bytes."""
+
+    def read(self) -> bytes: ...
+
+
+class PromptDict(TypedDict, total=False):
+    """A prompt in vLLM's form: text or token ids, and pictures and videos as {"image": ..., "video": ...}."""
+
+    prompt: str
+    prompt_token_ids: Sequence[int]
+    multi_modal_data: Mapping[str, Any] | None
+
+
+Prompt = str | Sequence[int] | PromptDict
 Messages = Sequence[dict[str, Any]]
-# A path, a URL, a data URL, the bytes of a file, or pixels [H, W, 3].
-Picture = str | PathLike[str] | bytes | Image.Image | npt.NDArray[Any] | Tensor
+# A path, a URL, a data URL, an open file, the bytes of one, or pixels [H, W, 3].
+Picture = str | PathLike[str] | BinaryFile | bytes | Image.Image | npt.NDArray[Any] | Tensor
 Images = Picture | Sequence[Picture] | None
-# A path, a URL, a data URL, the bytes of a file, or frames.
-Video = str | PathLike[str] | bytes | Sequence[Picture]
+# A path, a URL, a data URL, an open file, the bytes of one, or frames.
+Video = str | PathLike[str] | BinaryFile | bytes | Sequence[Picture]
 Videos = Video | Sequence[Video] | None
 
 
@@ -137,21 +152,33 @@ def make_call(options: Mapping[str, Any], defaults: SamplingParams, request_id: 
 def with_prompt(
     call: GenerationCall, prompt: Prompt | Messages, images: Images = None, videos: Videos = None
 ) -> GenerationCall:
-    """Returns a copy of `call` with this prompt and its media. Raises InvalidRequest."""
+    """Returns a copy of `call` with this prompt and its media; reads open files. A prompt in vLLM's form is raw, as it
+    is there. Raises InvalidRequest."""
     check_prompt(prompt)
+    if isinstance(prompt, Mapping):
+        prompt, images, videos = _parts_of_prompt(prompt, images, videos)
+        call = replace(call, raw=True)
     media = media_parts(images, videos)
     if is_chat(prompt):
         return replace(call, messages=chat_messages(prompt, media))
-    return replace(call, prompt=cast(Prompt, prompt), media=media)
+    return replace(call, prompt=cast(str | Sequence[int], prompt), media=media)
 
 
-def prompt_or_messages(prompt: Prompt | None, messages: Messages | None) -> Prompt | Messages:
-    """The one that is not None. Raises InvalidRequest for both or neither."""
-    if prompt is not None and messages is None:
-        return prompt
-    if messages is not None and prompt is None:
-        return messages
-    raise InvalidRequest("give either prompt or messages", param="prompt")
+def _parts_of_prompt(prompt: Mapping[str, Any], images: Any, videos: Any) -> tuple[Any, Any, Any]:
+    """(text or token ids, images, videos) of a prompt in vLLM's form. Raises InvalidRequest."""
+    media = prompt.get("multi_modal_data") or {}
+    unknown = [*(prompt.keys() - {"prompt", "prompt_token_ids", "multi_modal_data"}), *(media.keys() - set(_MEDIA))]
+    if unknown:
+        raise InvalidRequest(
+            "a prompt that is a dict has prompt or prompt_token_ids, and multi_modal_data with image and video; take "
+            f"out {unknown[0]!r}",
+            param="prompt",
+        )
+    if media and not (images is None and videos is None):
+        raise InvalidRequest("give pictures and videos in multi_modal_data or as arguments, not both", param="prompt")
+    token_ids = prompt.get("prompt_token_ids")
+    text = prompt.get("prompt") if token_ids is None else token_ids
+    return (text, media.get("image"), media.get("video")) if media else (text, images, videos)
 
 
 def _sampling(
@@ -168,19 +195,30 @@ def _sampling(
 
 
 def check_prompt(what: object) -> None:
-    """Raises InvalidRequest unless `what`, one prompt or several, is text or another sequence (bytes are not)."""
-    if not isinstance(what, Sequence) or isinstance(what, bytes | bytearray):
-        kind = type(what).__name__
-        raise InvalidRequest(f"a prompt must be text, a list of token ids or messages, not {kind}", param="prompt")
+    """Raises InvalidRequest unless `what`, one prompt or several, is text, another sequence (bytes are not) or a prompt
+    in vLLM's form."""
+    if is_prompt_dict(what) or (isinstance(what, Sequence) and not isinstance(what, bytes | bytearray)):
+        return
+    kind, hint = type(what).__name__, ""
+    if isinstance(what, Mapping):
+        hint = "; put the message into a list" if "role" in what else " without prompt or prompt_token_ids"
+    raise InvalidRequest(f"a prompt must be text, a list of token ids or messages, not {kind}{hint}", param="prompt")
+
+
+def is_prompt_dict(what: Any) -> bool:
+    """True for a prompt in vLLM's form: a dict with `prompt` or `prompt_token_ids`."""
+    return isinstance(what, Mapping) and "role" not in what and ("prompt" in what or "prompt_token_ids" in what)
 
 
 def is_chat(what: Any) -> bool:
-    """True for chat messages; False for text and token ids."""
-    return isinstance(what, Sequence) and not isinstance(what, str) and bool(what) and isinstance(what[0], Mapping)
+    """True for chat messages; False for text, token ids and prompts in vLLM's form."""
+    if not isinstance(what, Sequence) or isinstance(what, str) or not what:
+        return False
+    return isinstance(what[0], Mapping) and not is_prompt_dict(what[0])
 
 
 def is_token_ids(what: Any) -> bool:
-    return not isinstance(what, str) and bool(what) and isinstance(what[0], int)
+    return isinstance(what, Sequence) and not isinstance(what, str) and bool(what) and isinstance(what[0], int)
 
 
 MAX_FPS = 1000
@@ -188,6 +226,7 @@ MAX_FPS = 1000
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _FIELDS = frozenset({"role", "content", "tool_calls", "tool_call_id", "function_call"})
 _PARTS = ("text", "image_url", "image", "image_pil", "video_url", "video")
+_MEDIA = ("image", "video")  # keys of vLLM's multi_modal_data
 
 
 def chat_messages(messages: object, media: Sequence[MediaPart] = ()) -> tuple[ChatMessage, ...]:
@@ -204,7 +243,9 @@ def chat_messages(messages: object, media: Sequence[MediaPart] = ()) -> tuple[Ch
 
 def media_parts(images: Any, videos: Any) -> tuple[MediaPart, ...]:
     """Returns the parts of `images` and `videos`: each is one item, a list of items, or None. A flat list of pictures
-    in memory is one video; a video whose frames are files must be a list within the list."""
+    in memory is one video; a video whose frames are files must be a list within the list. Raises InvalidRequest for an
+    open file that cannot be read, and for a SamplingParams."""
+    check_no_sampling(images)
     several = isinstance(videos, list | tuple) and not any(map(_is_frame, videos))
     pictures = (ImagePart(*reference) for reference in _places(images, "images", isinstance(images, list | tuple)))
     return (*pictures, *(VideoPart(*reference) for reference in _places(videos, "videos", several)))
@@ -286,9 +327,52 @@ def _embedded(part: Mapping[str, Any], path: str, kind: str) -> MediaPart:
 
 
 def _media(kind: str, source: Any, param: str, options: Mapping[str, Any], path: str) -> MediaPart:
+    source = _without_files(source, param)
     if kind == "video":
         return VideoPart(source, param, _fps(options.get("fps"), f"{path}.fps"))
     return ImagePart(source, param, _detail(options.get("detail"), f"{path}.detail"))
+
+
+def check_no_sampling(images: Any) -> None:
+    """Raises InvalidRequest for SamplingParams in the place of images: vLLM's second argument."""
+    if any(isinstance(one, SamplingParams) for one in (images if isinstance(images, list | tuple) else (images,))):
+        raise InvalidRequest(
+            "images must be pictures, not SamplingParams; write sampling=SamplingParams(...), one for all prompts",
+            param="images",
+        )
+
+
+def _without_files(source: Any, param: str) -> Any:
+    """Returns the source with the bytes of each open file in it: itself, or a frame of a list. Raises InvalidRequest
+    for a file that is closed, empty or not open for reading bytes."""
+    if isinstance(source, list | tuple):
+        return [_bytes_of(frame, param) for frame in source]
+    return _bytes_of(source, param)
+
+
+def _bytes_of(source: Any, param: str) -> Any:
+    """Returns the bytes of an open file, from its start on as Pillow reads it; any other source as it is."""
+    if not callable(getattr(source, "read", None)):
+        return source
+    if isinstance(source, io.TextIOBase):
+        raise InvalidRequest(f"{param} is a file that is open as text; open it with mode 'rb'", param=param)
+    try:
+        if callable(getattr(source, "seekable", None)) and source.seekable():
+            source.seek(0)
+        data = source.read()
+    except io.UnsupportedOperation as error:
+        raise InvalidRequest(
+            f"{param} is a file that is open for writing; open it with mode 'rb'", param=param
+        ) from error
+    except (OSError, ValueError) as error:  # ValueError: the file is closed
+        reason = str(error).removesuffix(".")
+        raise InvalidRequest(f"{param} is a file that cannot be read: {reason}", param=param) from error
+    if not isinstance(data, bytes | bytearray):
+        kind = type(data).__name__
+        raise InvalidRequest(f"{param} is a file whose read() gives {kind}; give its bytes", param=param)
+    if not data:
+        raise InvalidRequest(f"{param} is an empty file", param=param)
+    return bytes(data)
 
 
 def _detail(detail: object, path: str) -> Detail:
@@ -380,7 +464,8 @@ def _places(values: Any, name: str, several: bool) -> list[tuple[Any, str]]:
     """(value, param) of each item."""
     if values is None:
         return []
-    return [(value, f"{name}[{index}]") for index, value in enumerate(values)] if several else [(values, name)]
+    places = [(value, f"{name}[{index}]") for index, value in enumerate(values)] if several else [(values, name)]
+    return [(_without_files(value, param), param) for value, param in places]
 
 
 def _is_frame(value: Any) -> bool:

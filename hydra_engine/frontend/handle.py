@@ -130,7 +130,10 @@ class Handle:
         self._offer, self._offer_thread = write, get_ident()
 
     def cancel(self) -> None:
-        """Stops the request at the next step boundary; idempotent, from any thread. Readers get RequestAborted."""
+        """Stops the request at the next step boundary; idempotent, from any thread. Readers get RequestAborted. No-op
+        in a forked child."""
+        if not self._owner.is_here:
+            return
         self.cancelled = True
         self._cancel()
 
@@ -154,10 +157,13 @@ class Handle:
             yield piece
 
     def _check_owner(self) -> None:
-        """Raises EngineClosed in a forked child. Call it before taking the lock, which a thread lost in the fork may
-        have held."""
-        if not self.done:
-            self._owner.check()
+        """Raises EngineClosed in a forked child, unless the request had ended. Call it before taking the lock, which a
+        thread lost in the fork may have held and is new then."""
+        if not self._owner.is_here:
+            if not self.done:
+                self._owner.check()
+            self._owner, self._lock = Owner(), threading.Lock()
+            self._condition = threading.Condition(self._lock)
 
     def _block(self, ready: Callable[[], bool], timeout_s: float | None = None) -> bool:
         """Waits until `ready`. Returns False after `timeout_s`. Call it under the lock."""

@@ -1,4 +1,4 @@
-"""Finds a model's files as `find_model` does; for GGUF files it makes a Hugging Face directory first.
+"""Finds a model's files: a folder, a hub id or GGUF files, for which it makes a Hugging Face directory first.
 
 That directory has the JSON files that a spec and a tokenizer are read from, made from the GGUF settings, and links to
 the files, whose weights are not copied. It is in the user's cache folder; there is a new one for a changed file.
@@ -6,10 +6,10 @@ the files, whose weights are not copied. It is in the user's cache folder; there
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-import re
 import shutil
 import struct
 import tempfile
@@ -17,16 +17,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hydra_engine.config import EngineConfig, find_model
+from hydra_engine.config import EngineConfig
 from hydra_engine.config.environment import user_folder
-from hydra_engine.core.options import NATIVE
+from hydra_engine.config.gguf_files import gguf_parts, is_gguf
+from hydra_engine.config.hub import (
+    ModelPaths,
+    check_gguf_options,
+    check_no_mmproj,
+    check_revision,
+    find_hub_model,
+)
+from hydra_engine.core.model_folder import open_weights
 from hydra_engine.errors import CheckpointError, ConfigError
 from hydra_engine.models.specs.gguf_config import describe
 from hydra_engine.models.specs.gguf_file import GgufHeader, read_gguf
 from hydra_engine.preprocess.text.gguf_tokenizer import tokenizer_files
 
 _FORM = 3  # version of the directories; a new version has new ones
-_SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _ROPE = "rope_freqs.weight"
 _MODEL, _MMPROJ = "model-{:05}.gguf", "mmproj.gguf"  # names in the directories
 
@@ -36,31 +43,48 @@ def find_model_files(config: EngineConfig) -> EngineConfig:
     is no such model, and ConfigError for options that do not fit it."""
     if config.model_folder is not None:
         return config
+    found = _find_paths(config)
+    if found is None or not found.gguf:
+        check_no_mmproj(config)
+        return config if found is None else replace(config, model_folder=str(found.folder))
+    check_gguf_options(config)
+    if found.mmproj is not None and not found.mmproj.is_file():
+        raise CheckpointError(f"there is no file {str(found.mmproj)[:200]!r}")
+    return replace(config, model_folder=str(gguf_folder(found.gguf, found.mmproj)))
+
+
+def is_gguf_model(config: EngineConfig) -> bool:
+    """True if `find_model_files` found GGUF files."""
+    return (config.model_path / _MODEL.format(1)).exists()
+
+
+def _find_paths(config: EngineConfig) -> ModelPaths | None:
+    """Returns the files of a GGUF file, a folder of GGUF files or a hub id; None for other folders and models that
+    ship. Raises as `find_model_files`."""
+    own = None if config.mmproj is None else Path(config.mmproj)
     path = Path(config.model)
-    if config.model.endswith(".gguf"):
-        if not path.is_file():
-            raise CheckpointError(f"there is no file {config.model[:200]!r}")
-        model, mmproj = _parts(path), config.mmproj
-    elif _holds_gguf(config.model):
+    if os.path.isfile(config.model) and (is_gguf(config.model) or _begins_as_gguf(path)):
+        check_revision(config)
+        return ModelPaths(path.parent, tuple(_parts(path)), own)
+    if _holds_gguf(config.model):
+        check_revision(config)
         model, found = _in_folder(path)
-        mmproj = config.mmproj or _only_mmproj(found)
-    else:
-        if config.mmproj is not None:
-            raise ConfigError("mmproj belongs to a MODEL that is a GGUF file", param="mmproj")
-        return find_model(config)
-    if config.model_impl not in NATIVE:
-        reason = f"GGUF files are for native models, not for model_impl {config.model_impl}"
-        raise ConfigError(reason, param="model_impl")
-    if mmproj is not None and not Path(mmproj).is_file():
-        raise CheckpointError(f"there is no file {str(mmproj)[:200]!r}")
-    return replace(config, model_folder=str(gguf_folder(model, None if mmproj is None else Path(mmproj))))
+        return ModelPaths(path, tuple(model), own or _only_mmproj(found))
+    hub = find_hub_model(config)
+    return hub and hub._replace(mmproj=hub.mmproj or own)
+
+
+def _begins_as_gguf(path: Path) -> bool:
+    """True for a GGUF file of another name, such as a blob of Ollama's store."""
+    with contextlib.suppress(OSError), open_weights(path) as file:
+        return file.read(4) == b"GGUF"
+    return False
 
 
 def check_tower(config: EngineConfig) -> None:
     """Raises ConfigError if `find_model_files` found a GGUF text model without a vision tower. Call it before pictures
     are used."""
-    folder = config.model_path
-    if (folder / _MODEL.format(1)).exists() and not (folder / _MMPROJ).exists():
+    if is_gguf_model(config) and not (config.model_path / _MMPROJ).exists():
         raise ConfigError("this GGUF file is a text model; for pictures give its vision tower with --mmproj")
 
 
@@ -128,14 +152,10 @@ def _rope_factors(headers: Sequence[GgufHeader]) -> tuple[float, ...]:
 
 def _parts(path: Path) -> list[Path]:
     """The files of a model that may be split. Raises CheckpointError if one is missing."""
-    name = _SPLIT.fullmatch(path.name)
-    if name is None:
-        return [path]
-    count = int(name[3])
-    parts = [path.with_name(f"{name[1]}-{number:05}-of-{name[3]}.gguf") for number in range(1, count + 1)]
+    parts = [path.with_name(name) for name in gguf_parts(path.name)]
     missing = [part.name for part in parts if not part.is_file()]
-    if missing or not parts:
-        raise CheckpointError(f"{path.name} is one of {count} files, of which {', '.join(missing[:4])} is missing")
+    if missing:
+        raise CheckpointError(f"{path.name} is one of {len(parts)} files, of which {', '.join(missing[:4])} is missing")
     return parts
 
 
@@ -158,8 +178,8 @@ def _in_folder(folder: Path) -> tuple[list[Path], list[Path]]:
     return list(models.pop()), towers
 
 
-def _only_mmproj(files: Sequence[Path]) -> str | None:
+def _only_mmproj(files: Sequence[Path]) -> Path | None:
     if len(files) > 1:
         names = ", ".join(path.name for path in files[:4])
         raise CheckpointError(f"the folder has {len(files)} mmproj files ({names}); choose one with --mmproj")
-    return str(files[0]) if files else None
+    return files[0] if files else None

@@ -75,6 +75,7 @@ class Preprocessor:
         chat_template_path: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.tokenizer_class = spec.tokenizer_class
         self._spec = spec
         self._max_model_len = max_model_len
         self._seed = seed
@@ -124,7 +125,7 @@ class Preprocessor:
         arrival_s = self._clock.now() if arrival_s is None else arrival_s
         _check_limits(call.slo, call.priority)
         self._check_vocabulary(sampling)
-        seed = self._draw_seed() if sampling.seed is None else sampling.seed & SEED_MASK
+        seed = self._draw_seed() if sampling.seed in (None, -1) else sampling.seed & SEED_MASK
         prompt = self._prompt_of(call)
         sources = self._loader.resolve_sources(prompt.media)
         started_s = self._clock.now()

@@ -98,7 +98,8 @@ def surface_for(
         return StepCosts(saved.surface, notes, "saved profile", saved, file)
     profile = _measured(subject, sizes, identity, reach, progress, DEADLINE_S if deadline_s is None else deadline_s)
     state = StepCosts._field_defaults["state"]
-    if fresh and busy_note(profile.other_load) and (kept := _idle(file, identity, reach)) is not None:
+    kept = _idle(file, identity, reach) if fresh and busy_note(profile.other_load) else None
+    if kept is not None and kept.num_left <= profile.num_left:
         state = f"not saved, the machine was busy: what was measured on {kept.measured_at[:10]} stays in"
     else:
         try:
@@ -150,7 +151,7 @@ def _measured(
     done = calibrate(site, progress, deadline_s)
     other_load = other.share()
     surface = fit(done.samples)
-    notes = [note] if (note := busy_note(other_load)) else []
+    notes = [f"{note}; `hydra-engine profile` measures for the next start"] if (note := busy_note(other_load)) else []
     if done.num_left:
         notes.append(f"{done.num_left} of {done.num_points} kinds of steps were not measured within {deadline_s:g} s")
     if vision is not None and not done.samples.vision:

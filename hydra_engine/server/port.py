@@ -130,7 +130,7 @@ class EnginePort(Protocol):
         or closed. A lost instance may be restarted."""
         ...
 
-    async def tokenize(self, call: GenerationCall) -> list[int]:
+    async def tokenize_call(self, call: GenerationCall) -> list[int]:
         """Token ids of a call's prompt; pictures are opened, and each has as many placeholders as it takes. Raises for
         pictures what `add_request` raises."""
         ...
@@ -139,12 +139,12 @@ class EnginePort(Protocol):
         """The vocabulary's spelling of each id."""
         ...
 
-    async def count_tokens(self, call: GenerationCall) -> int:
+    async def count_call_tokens(self, call: GenerationCall) -> int:
         """Number of tokens of a call's prompt, image tokens included; opens its pictures. Raises what `add_request`
         raises."""
         ...
 
-    async def detokenize(self, token_ids: Sequence[int], client: str) -> str:
+    async def adetokenize(self, token_ids: Sequence[int], client: str) -> str:
         """Returns the text of token ids. Raises InvalidRequest for ids outside the vocabulary."""
         ...
 

@@ -30,11 +30,14 @@ from hydra_terminal.load.workload import Spec, Workload, sentence
 _WIDTH = 50
 _WARM_UP_SEED = 1 << 30  # of the request before the load
 _INPUT, _OUTPUT = 256, 128  # default lengths
+_NOT_OF_THE_LOAD = frozenset({"api_key", "help", "model", "output", "url"})
 
 
 def run(words: Sequence[str]) -> int:
     """Runs the load; 1 if a request failed. Raises HydraError."""
     arguments = _parser().parse_args(words)
+    if arguments.output is not None and not arguments.output.parent.is_dir():
+        raise ConfigError(f"--output: there is no folder {arguments.output.parent}", param="output")
     specs = _specs(arguments, arguments.num_prompts, arguments.seed)
     warm_up = _specs(arguments, 1, arguments.seed + _WARM_UP_SEED)
     keys = environment_api_keys()
@@ -51,10 +54,11 @@ def run(words: Sequence[str]) -> int:
         done = closed_loop(target, specs, arguments.max_concurrency or len(specs), exact=False)
     else:
         times_s = Arrivals("gamma", cv=arguments.burstiness**-0.5).times(rate, len(specs), arguments.seed)
-        done = open_loop(target, specs, times_s.tolist(), exact=False)
+        done = open_loop(target, specs, times_s.tolist(), float("inf"), exact=False)
     sys.stdout.write("\n".join(report_lines(done, arguments.max_concurrency, rate)) + "\n")
     if arguments.output is not None:
-        document = {"command": ["bench", "serve", *words], "model": target.model, **done.document()}
+        load = {name: value for name, value in vars(arguments).items() if name not in _NOT_OF_THE_LOAD}
+        document = {"model": target.model, "load": load, **done.document()}
         try:
             arguments.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
 
@@ -33,6 +34,10 @@ def identify(name: str, base_url: str, headers: dict[str, str]) -> Target:
             model = json.load(answer)["data"][0]
         return Target(name, base_url, model["id"], _DIALECTS.get(model.get("owned_by"), "openai"), headers)
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ServerFailed(
-            f"{name}: {base_url}/v1/models does not answer as OpenAI's: {getattr(error, 'reason', error)}"
-        ) from error
+        raise ServerFailed(f"{name}: {base_url}/v1/models does not answer as OpenAI's: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, urllib.error.HTTPError):
+        return f"HTTP {error.code}, {error.reason}"
+    return str(getattr(error, "reason", error))

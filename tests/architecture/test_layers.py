@@ -97,7 +97,7 @@ ALLOWED: dict[str, set[str]] = {
         "engine",
         "cli",
     },
-    "hydra_terminal": BASE | {"hydra_planner", "core", "config", "preprocess", "engine", "server", "cli"},
+    "hydra_terminal": BASE | {"hydra_planner", "core", "config", "specs", "preprocess", "engine", "server", "cli"},
     "hydra_quantizer": BASE | {"core", "config", "specs", "backend", "models", "cli"},
     "hydra_transformers": BASE | {"core", "specs", "backend", "models"},
     "__main__": BASE | {"cli", "config", ""},

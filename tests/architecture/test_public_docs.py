@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import fields
 
 import pytest
@@ -60,3 +61,15 @@ def test_every_parameter_of_a_request_is_explained() -> None:
         own = options.__annotations__.keys() - {f.name for f in fields(SamplingParams)}
         inherited = CallOptions.__annotations__.keys() if options is BatchOptions else set()
         assert [name for name in own - inherited if name not in (options.__doc__ or "")] == []
+
+
+def test_the_help_of_generate_lists_its_keywords() -> None:
+    text, own = (
+        Engine.generate.__doc__ or "",
+        BatchOptions.__annotations__.keys() - {f.name for f in fields(SamplingParams)},
+    )
+    assert "`BatchOptions` in hydra_engine.frontend.call" in text and "Unpack[BatchOptions]" in str(
+        inspect.signature(Engine.generate)
+    )
+    named = set(re.findall(r"\w+(?=[:,=])", text))
+    assert own | {"grammar", "temperature", "max_tokens"} <= named

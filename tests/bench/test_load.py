@@ -14,7 +14,7 @@ from aiohttp import web
 
 from bench.serve.page import figures, growth, readings
 from bench.serve.servers import Server, running
-from hydra_engine.errors import RequestFailed
+from hydra_engine.errors import ConfigError, RequestFailed
 from hydra_terminal.load import command
 from hydra_terminal.load.loops import closed_loop, open_loop
 from hydra_terminal.load.target import ServerFailed, Target
@@ -142,14 +142,19 @@ def test_the_command_sends_a_load_and_prints_its_table(
     monkeypatch.setattr(command, "sentence", lambda *_: next(questions))
     path = tmp_path / "load.json"
     sizes = ("--num-prompts", "3", "--output-len", "3", "--images", "2", "--image-size", "40x30")
-    assert command.run(["--url", stub.url, *sizes, "--max-concurrency", "2", "--output", str(path)]) == 0
+    given = ["--url", stub.url, *sizes, "--max-concurrency", "2", "--api-key", "secret", "--output"]
+    with pytest.raises(ConfigError, match="there is no folder"):
+        command.run([*given, str(tmp_path / "no" / "load.json")])
+    assert command.run([*given, str(path)]) == 0
     figures = dict(line.rsplit(maxsplit=1) for line in capsys.readouterr().out.splitlines() if ":" in line)
     assert figures["Successful requests:"] == "3" and figures["Answers shorter than asked:"] == "1"
     assert (figures["Total input tokens:"], figures["Total generated tokens:"]) == ("21", "8")
     assert 10 <= float(figures["Median ITL (ms):"]) < 100 and float(figures["Mean TTFT (ms):"]) > 0
     kinds = [part["type"] for part in stub.asked[1]["messages"][0]["content"]]
     assert stub.max_under_way == 2 and kinds == ["image_url", "image_url", "text"]
-    assert len(json.loads(path.read_text())["records"]) == 3
+    document = json.loads(path.read_text())
+    assert len(document["records"]) == 3 and document["load"]["image_size"] == [40, 30]
+    assert "secret" not in path.read_text() and stub.keys == ["Bearer secret"]
 
 
 def test_the_command_names_what_failed(

@@ -188,6 +188,9 @@ def test_doctor_lists_every_operation_with_a_reason(here: Here) -> None:
     assert again.stdout.splitlines()[0] == done.stdout.splitlines()[0]
     table = done.stdout.split("operations\n")[1].strip().splitlines()
     assert len(table) >= 12 and all(len(line.split(maxsplit=2)) == 3 for line in table)
+    assert re.search(
+        r"\n  memory +[\d.]+ GiB, [\d.]+ [GM]iB available\n  for downloads +[\d.]+ [GMT]iB free in", done.stdout
+    )
 
 
 def test_doctor_tells_what_it_found_of_cuda_and_what_it_would_take(here: Here) -> None:
@@ -220,8 +223,8 @@ def test_without_the_source_tree_there_is_the_load_generator(
 ) -> None:
     monkeypatch.setattr("hydra_terminal.bench._FOLDER", tmp_path)
     *lines, last = here("bench").stdout.splitlines()
-    assert lines[1].split()[0] == "serve" and "run this from a clone" in last
-    assert "run this from a clone" in here("bench", "ops.linear").stderr
+    assert lines[1].split()[0] == "serve" and last.startswith("Others than `serve`") and "from a clone" in last
+    assert "'ops.linear'; others than `serve` are part of the source tree" in here("bench", "ops.linear").stderr
     assert here("bench", "serve", "--help").returncode == 0
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hydra_engine.cli.options import add_all_options
 from hydra_engine.cli.sources import read_settings
 from hydra_engine.config import EngineConfig, SchedulerConfig, ServerConfig, config_from_options, parse_seconds
+from hydra_engine.config.options import as_keywords
 from hydra_engine.errors import ConfigError
 
 
@@ -108,3 +109,19 @@ def test_an_unknown_router_is_refused_from_wherever_it_comes(tmp_path: Path) -> 
     for make in (lambda: configured("--config", str(file)), lambda: config_from_options("demo", {"router": 1})):
         with pytest.raises(ConfigError, match=r"^router .*must be least-loaded, affinity"):
             make()
+
+
+@pytest.mark.parametrize(
+    ("flags", "keywords"),
+    [
+        ("with --quantization int4 (weights 6.2 GiB) or", 'with quantization="int4" (weights 6.2 GiB) or'),
+        ("lower --max-model-len to 19120, --token-budget or", "lower max_model_len to 19120, token_budget or"),
+        ("give at least --kv-cache-gib 0.219.", "give at least kv_cache_gib=0.219."),
+        ("give --no-deterministic to run", "give deterministic=False to run"),
+        ("ORG/NAME --download from the hub", "ORG/NAME download=True from the hub"),
+        ("`hydra-engine serve ORG/NAME --download`", "`hydra-engine serve ORG/NAME --download`"),
+        ("into --memory 8: --port 80", "into --memory 8: --port 80"),  # no keywords of `Engine`
+    ],
+)
+def test_an_engine_in_python_names_keywords(flags: str, keywords: str) -> None:
+    assert as_keywords(flags) == keywords

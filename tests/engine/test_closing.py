@@ -159,6 +159,8 @@ def test_a_forked_child_is_told_so_and_the_engine_goes_on(
         "ledger": engine.ledger,
         "caches": engine.reset_caches,
         "stats": engine.stats,
+        "tokens": lambda: engine.count_tokens("Hello"),
+        "text": lambda: engine.detokenize([5]),
     }
     reading, writing = os.pipe()
     child = os.fork()
@@ -171,12 +173,14 @@ def test_a_forked_child_is_told_so_and_the_engine_goes_on(
                 if f"runs in process {os.getppid()}" in error.message and "make an Engine here" in error.message:
                     os.write(writing, f"{name} ".encode())
         engine.close()
+        running.cancel()  # is not this process's to cancel
+        closed = engine.health() == (False, "closed") and not engine.instances() and repr(engine).endswith("closed>")
         with engine:
-            os.write(writing, f"{ended.result().text == before.text}".encode())
+            os.write(writing, f"{closed} {ended.result().text == before.text}".encode())
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as told:
-        assert told.read().split() == [*calls, "True"]
+        assert told.read().split() == [*calls, "True", "True"]
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     compiling_may_end.set()
     assert len(running.result(60).text) == 4

@@ -255,7 +255,7 @@ def test_an_unknown_architecture_lists_the_known_ones_and_offers_the_adapter(mod
         Engine(models["gemma3"])
     words = caught.value.message
     assert "'Gemma3ForConditionalGeneration' has no native implementation" in words
-    assert "LlavaForConditionalGeneration" in words and "--model-impl transformers" in words
+    assert "LlavaForConditionalGeneration" in words and 'model_impl="transformers" runs' in words
 
 
 CONFIGURATION = """
@@ -299,9 +299,9 @@ def test_code_that_comes_with_a_model_is_refused_and_never_run(
     homemade: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOMEMADE_MARK", str(tmp_path / "mark"))
-    with pytest.raises(CheckpointError, match="--trust-remote-code the code that comes with the model"):
+    with pytest.raises(CheckpointError, match="trust_remote_code=True the code that comes with the model"):
         Engine(homemade)
-    with pytest.raises(CheckpointError, match="never run unless you give --trust-remote-code"):
+    with pytest.raises(CheckpointError, match="never run unless you give trust_remote_code=True"):
         Engine(homemade, model_impl="transformers")
     assert not (tmp_path / "mark").exists()
 

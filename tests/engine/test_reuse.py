@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from hydra_engine import Engine
 from hydra_engine.core.outputs import Result
-from hydra_engine.errors import RequestAborted, RequestFailed
+from hydra_engine.errors import InvalidRequest, RequestAborted, RequestFailed
 from tests import faults
 from tests.engine.conftest import EngineFactory, assert_at_rest, picture
 from tests.faults import set_fault
@@ -77,25 +79,43 @@ def test_a_reset_makes_it_compute_again_and_nobody_can_tell(make_engine: EngineF
 def test_a_prompt_is_counted_with_its_pictures(make_engine: EngineFactory) -> None:
     engine = make_engine()
     for turn in ([message("Hello!")], [message("Compare them.", picture(2), picture(3, 80, 40))]):
-        counted = asyncio.run(engine.acount_tokens(turn))
+        counted = engine.count_tokens(turn)
+        assert counted == asyncio.run(engine.acount_tokens(turn))
         assert counted == engine.chat(turn, max_tokens=1).usage.prompt_tokens
+    assert counted == engine.count_tokens([message("Compare them.")], [picture(2), picture(3, 80, 40)])
     assert images_encoded(engine) == 2, "counting encodes nothing"
 
 
 def test_token_ids_of_text_and_of_messages_are_those_of_requests(make_engine: EngineFactory) -> None:
     """A picture is as many placeholders as it has features."""
     engine = make_engine()
-    raw = asyncio.run(engine.atokenize("Hello!"))
+    raw = engine.tokenize("Hello!")
+    assert raw == asyncio.run(engine.atokenize("Hello!")) and engine.count_tokens("Hello!") == len(raw)
     assert len(raw) == engine.generate("Hello!", max_tokens=1, raw=True).usage.prompt_tokens
-    assert asyncio.run(engine.adetokenize(raw)).endswith("Hello!")
+    assert engine.detokenize(raw) == asyncio.run(engine.adetokenize(raw)) and engine.detokenize(raw).endswith("Hello!")
+    with pytest.raises(InvalidRequest, match="token ids must be between 0 and"):
+        engine.detokenize([1 << 20])
     turn = [message("What is this?", picture(4))]
     usage = engine.chat(turn, max_tokens=1).usage
-    tokens = asyncio.run(engine.atokenize(messages=turn))
+    tokens = engine.tokenize(turn)
     placeholder = engine.frontend.preprocessor._spec.placeholder_id
     assert (len(tokens), tokens.count(placeholder)) == (usage.prompt_tokens, usage.image_tokens)
+    assert engine.tokenize("<image>What?", picture(4)).count(placeholder) == usage.image_tokens
     num_words = engine.max_model_len + 1
-    too_many = asyncio.run(engine.atokenize(messages=[message("one " * num_words)]))
-    assert len(too_many) > num_words, "a text is counted that no request may have"
+    assert engine.count_tokens([message("one " * num_words)]) > num_words, "a text is counted that no request may have"
+
+
+def test_the_tokenizer_is_that_of_transformers(make_engine: EngineFactory, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}")
+    engine = make_engine(chat_template=str(template))
+    tokenizer = engine.tokenizer
+    assert isinstance(tokenizer, PreTrainedTokenizerBase) and tokenizer is engine.tokenizer
+    tokenizer("Hello!", truncation=True, max_length=1)  # its settings are not the engine's
+    assert tokenizer("Hello!")["input_ids"] == engine.tokenize("Hello!")
+    turn = [{"role": "user", "content": "Hello!"}]
+    written = tokenizer.apply_chat_template(turn, tokenize=False)
+    assert written == "<user>Hello!" and engine.tokenize(turn) == tokenizer(written)["input_ids"]
 
 
 def test_the_trace_of_the_last_seconds(make_engine: EngineFactory) -> None:

@@ -6,8 +6,10 @@ import asyncio
 import dataclasses
 import io
 import json
+import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -61,8 +63,11 @@ def test_pictures_in_every_form_are_the_same_picture(make_engine: EngineFactory,
     import base64
 
     uri = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
-    forms = [image, path, str(path), buffer.getvalue(), uri, np.asarray(image)]
+    forms = [image, path, str(path), buffer.getvalue(), uri, np.asarray(image), *os.scandir(tmp_path), buffer]
     tokens = {engine.generate("What?", form, **SHORT).token_ids for form in forms}
+    with path.open("rb") as file:
+        handle = engine.submit("What?", file, **SHORT)
+    tokens.add(handle.result(60).token_ids)  # the file is closed by now
     assert len(tokens) == 1
 
 
@@ -127,11 +132,21 @@ def test_a_wrong_conversation_fails_alone(make_engine: EngineFactory) -> None:
     assert failed.error is not None and (failed.error.param, failed.error.index) == ("messages[0].role", 1)
 
 
-async def test_a_prompt_and_messages_exclude_each_other(make_engine: EngineFactory) -> None:
+def test_prompts_in_the_form_of_vllm_are_answered(make_engine: EngineFactory) -> None:
     engine = make_engine()
-    for options in ({}, {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}):
-        with pytest.raises(InvalidRequest, match="give either prompt or messages"):
-            await engine.asubmit(**options, **SHORT)
+    text = "USER: <image>\nWhat is this? ASSISTANT:"
+    expected = engine.generate(text, picture(1), raw=True, **SHORT).token_ids
+    image = {"multi_modal_data": {"image": picture(1)}}
+    forms: list[dict] = [{"prompt": text} | image, {"prompt_token_ids": engine.tokenize(text)} | image]
+    assert [result.token_ids for result in engine.generate(forms, **SHORT)] == [expected] * 2
+    assert (
+        engine.generate(forms[0], **SHORT).token_ids == engine.submit(forms[0], **SHORT).result().token_ids == expected
+    )
+    with pytest.raises(InvalidRequest, match="write sampling=SamplingParams"):
+        engine.generate(["a", "b"], SamplingParams(), **SHORT)  # type: ignore[call-overload]
+    image["multi_modal_data"]["audio"] = picture(2)
+    failed = engine.generate([text, {"prompt": text} | image], [picture(1), None], on_error="return", **SHORT)[1].error
+    assert failed is not None and failed.index == 1 and "'audio'" in failed.message
 
 
 def test_a_stream_joins_to_the_text(make_engine: EngineFactory) -> None:
@@ -148,9 +163,9 @@ async def test_the_async_forms_work_in_a_running_loop(make_engine: EngineFactory
     assert (await engine.agenerate("Hello", **SHORT)).token_ids == blocking.token_ids
     text = "".join([piece.text async for piece in engine.astream("Hello", **SHORT)])
     assert text == blocking.text
-    handle = engine.submit("Hello", **SHORT)
-    assert (await handle).token_ids == blocking.token_ids
-    assert handle.result().text == blocking.text
+    for handle in (engine.submit("Hello", **SHORT), await engine.asubmit("Hello", **SHORT)):
+        assert (await handle).token_ids == blocking.token_ids
+        assert handle.result().text == blocking.text
 
 
 async def test_a_handle_can_be_cancelled_while_it_is_read(make_engine: EngineFactory) -> None:
@@ -247,14 +262,26 @@ def test_wrong_parameters_get_a_sentence(
         make_engine().generate("Hello", **arguments)
 
 
-def test_a_closed_engine_says_so(make_engine: EngineFactory) -> None:
+def test_a_closed_engine_says_so(make_engine: EngineFactory, tiny_model: Path) -> None:
     engine = make_engine()
+    assert repr(engine) == f"<Engine {tiny_model}, cpu, EPD, running>"
     engine.close()
     engine.close()
-    with pytest.raises(EngineClosed):
-        engine.generate("Hello")
-    with pytest.raises(EngineClosed):
-        engine.submit("Hello")
+    assert repr(engine).endswith(", EPD, closed>")
+    for call in (engine.generate, engine.submit, engine.tokenize, engine.count_tokens):
+        with pytest.raises(EngineClosed):
+            call("Hello")
+
+
+def test_what_the_engine_knows_prints_as_lines_for_a_reader(make_engine: EngineFactory) -> None:
+    engine = make_engine()
+    engine.generate("Hello", picture(1), **SHORT)
+    summary, deadline = str(engine.summary), time.monotonic() + 60
+    assert ", role EPD, cpu, float32, 1 thread per lane\nmemory: weights " in summary and "(2048 tokens)" in summary
+    while "4 generated, 1 pictures encoded" not in (stats := str(engine.stats())):
+        assert time.monotonic() < deadline, stats
+        time.sleep(0.02)
+    assert stats.startswith("0 running, 0 waiting, 0 encoding; KV cache ")
 
 
 def test_closing_ends_running_requests(make_engine: EngineFactory) -> None:

@@ -1,13 +1,13 @@
 """Types of the public calls for type checkers and editors: `make check` reads this file, nothing runs it."""
 
+from io import BytesIO
 from pathlib import Path
 from typing import assert_type
 
 from PIL.Image import Image
 
-from hydra_engine import Engine
+from hydra_engine import Engine, Handle, Result, SamplingParams
 from hydra_engine.config import SchedulerConfig
-from hydra_engine.core.outputs import Result
 
 
 def blocking(engine: Engine, picture: Image) -> None:
@@ -18,6 +18,15 @@ def blocking(engine: Engine, picture: Image) -> None:
     message = {"role": "user", "content": "a"}
     assert_type(engine.chat([message], images=picture, response_format={"type": "json_object"}), Result)
     assert_type(engine.chat([[message], [message]], n=2), list[Result])
+    assert_type(engine.generate({"prompt": "a", "multi_modal_data": {"image": picture}}), Result)
+    assert_type(engine.generate([{"prompt": "a"}, {"prompt_token_ids": [1]}]), list[Result])
+    with open("a.png", "rb") as file:
+        engine.submit([message], images=[file, BytesIO(b"")]).cancel()
+    assert_type(engine.tokenize([message], picture), list[int])
+    assert_type(engine.count_tokens("a"), int)
+    assert_type(engine.detokenize([1, 2]), str)
+    engine.generate([message])  # type: ignore[list-item]
+    engine.generate("a", SamplingParams())  # type: ignore[call-overload]
     engine.generate("a", temprature=0)  # type: ignore[call-overload]
     engine.generate("a", temperature="0")  # type: ignore[call-overload]
     engine.submit("a", max_token=4)  # type: ignore[call-arg]
@@ -33,8 +42,9 @@ def starting(folder: Path) -> None:
     Engine("demo", max_num_seqs=8.5)  # type: ignore[arg-type]
 
 
-async def awaited(engine: Engine) -> None:
+async def awaited(engine: Engine, picture: Image) -> None:
     assert_type(await engine.agenerate("a", stop="b", logit_bias={5: 1.0}), Result)
     assert_type(await engine.agenerate(["a"]), list[Result])
     assert_type(await engine.achat([{"role": "user", "content": "a"}]), Result)
+    assert_type(await engine.asubmit("a", picture, request_id="b"), Handle)
     assert_type([piece.text async for piece in engine.astream("a", max_tokens=4)], list[str])

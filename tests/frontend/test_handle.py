@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import random
+import signal
 import threading
 
 import pytest
@@ -125,3 +127,18 @@ async def test_an_error_reaches_those_who_wait_and_those_who_come_later() -> Non
             await reading
     with pytest.raises(TimeoutError):
         Handle("s", lambda: None).result(0.01)
+
+
+def test_what_had_ended_before_a_fork_is_read_though_a_lost_thread_holds_the_lock() -> None:
+    handle = Handle("a", lambda: None)
+    handle.fail(RequestFailed("it failed"))
+    with handle._lock:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)
+            try:
+                handle.result()
+            except RequestFailed:
+                os._exit(7)
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7

@@ -56,7 +56,9 @@ def test_weights_that_are_too_large_come_with_the_instances_that_fit() -> None:
     instances = [holds(f"pd{i}", 13 * GIB, GIB) for i in range(12)]
     message = refusal(instances, 30 * GIB)
     assert "4 others" in message and message.endswith("smaller --dtype; pd0, pd1 would fit")
-    assert refusal(instances, GIB).endswith("take fewer instances or a smaller --dtype")
+    assert refusal(instances, GIB).endswith("fewer instances, --quantization int8 or int4 or a smaller --dtype")
+    quantized = [replace(instance, quantization="int4") for instance in instances]
+    assert refusal(quantized, GIB).endswith("take fewer instances or a smaller --dtype")
 
 
 @given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 100)), min_size=1, max_size=6), st.integers(1, 400))

@@ -71,7 +71,7 @@ def test_logits_and_greedy_tokens_match(name: str, directories: Mapping[str, Pat
 
 def test_a_mixture_needs_the_flag_that_its_sentence_names(directories: Mapping[str, Path]) -> None:
     options: dict[str, Any] = {"model_impl": "transformers", "threads": 1, "num_kv_blocks": 64}
-    with pytest.raises(ConfigError, match=r"GptOssForCausalLM computes .* give --no-deterministic to run it like that"):
+    with pytest.raises(ConfigError, match=r"GptOssForCausalLM computes .* give deterministic=False to run it"):
         Engine(directories["gpt_oss"], **options)
     with Engine(directories["gpt_oss"], deterministic=False, **options) as engine:
         assert not engine.summary.deterministic and engine.generate("Hello", max_tokens=2).token_ids

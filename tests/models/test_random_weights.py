@@ -62,7 +62,7 @@ def test_the_engine_serves_them(bare: Path) -> None:
         first = engine.generate("two words", max_tokens=8, temperature=0, ignore_eos=True)
         again = engine.generate("two words", max_tokens=8, temperature=0, ignore_eos=True)
         assert len(first.token_ids) == 8 and first.token_ids == again.token_ids
-    with pytest.raises(CheckpointError, match=r"neither .*--load-format random"):
+    with pytest.raises(CheckpointError, match=r"neither .*load_format=.random"):
         Engine(bare)
 
 

@@ -208,12 +208,12 @@ def test_it_chats_about_a_picture(name: str, tmp_path: Path) -> None:
 
 
 def test_without_the_flag_it_says_what_is_missing() -> None:
-    with pytest.raises(CheckpointError, match=r"has neither .*--load-format random draws weights from a seed"):
+    with pytest.raises(CheckpointError, match=r"has neither .*load_format=.random. draws weights from a seed"):
         Engine("qwen2.5-vl-7b", kv_cache_gib=0.25, image_cache_gib=0.5, max_model_len=1024)
 
 
 def test_a_start_that_fails_at_once_awaits_what_loads_beside_it(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ResourceError, match="give at least --kv-cache-gib"):
+    with pytest.raises(ResourceError, match=r"give at least kv_cache_gib=0\."):
         Engine("qwen2.5-vl-7b", kv_cache_gib=0.01, image_cache_gib=0.01, max_model_len=1024)
     gc.collect()
     assert "never retrieved" not in caplog.text

@@ -106,11 +106,13 @@ OpenTab = Callable[..., Tab]
 
 @pytest.fixture
 def new_tab(browser: Any) -> Iterator[OpenTab]:
-    """`new_tab(url, **options of the browser's context)`."""
+    """`new_tab(url, view, **options of the browser's context)`; without a view it is a first visit."""
     tabs: list[Tab] = []
 
-    def start(url: str, **options: Any) -> Tab:
+    def start(url: str, view: str = "split", **options: Any) -> Tab:
         context = browser.new_context(**({"viewport": {"width": 1440, "height": 900}} | options))
+        if view:
+            context.add_init_script(f"localStorage['hydra.mode'] ??= {view!r}")
         tabs.append(Tab(context.new_page(), url))
         return tabs[-1]
 

@@ -250,7 +250,7 @@ def test_the_window_slides_zooms_tells_and_can_be_taken_along(served: Scripted, 
     # Details come into view, and their row is marked.
     row.locator(".name").click()
     details = tab.get("request-details")
-    assert details.locator("code").inner_text() == "chatcmpl-abc" and row.get_attribute("aria-expanded") == "true"
+    assert details.locator("code").inner_text() == "abc" and row.get_attribute("aria-expanded") == "true"
     bottom = details.evaluate("d => d.getBoundingClientRect().bottom")
     assert bottom <= tab.page.viewport_size["height"]
     assert details.locator("[data-row]").evaluate_all("all => all.map(e => e.dataset.row)") == [
@@ -350,6 +350,18 @@ def test_defaults_of_the_server_are_placeholders(served: Scripted, new_tab: Open
     assert found == {"top-k": "20", "top-p": "1", "max-tokens": "no limit"}
     narrow = "[...document.querySelectorAll('.settings input')].every(e => e.scrollWidth <= e.clientWidth)"
     assert tab.page.evaluate(narrow)
+
+
+@pytest.mark.slow
+def test_a_first_visit_begins_in_the_chat_and_says_what_else_there_is(served: Scripted, new_tab: OpenTab) -> None:
+    served.engine.model_name = "stub"
+    tab = new_tab(served.url, view="").open()
+    assert not tab.page.locator(".live").is_visible()
+    hint = tab.page.locator("#empty")
+    assert "“Engine”, above, shows what the server does now; “Split” shows both." in hint.inner_text()
+    tab.page.set_viewport_size({"width": 820, "height": 900})
+    tab.page.get_by_role("button", name="Split").wait_for(state="hidden")
+    assert "“Engine”, above, shows what the server does now." in hint.inner_text()
 
 
 @pytest.mark.slow
@@ -453,6 +465,11 @@ def test_narrow_pages_have_tabs_and_room_for_fingers(served: Scripted, new_tab: 
     assert tab.page.evaluate(small) == [] and tab.page.evaluate(sideways) <= width
     tab.ask("a" * 200)
     tab.answered()
+    summary, figures = (tab.page.locator(f".stages {part}").bounding_box() for part in ("summary", ".figures"))
+    tools = tab.page.locator(".below .tools").bounding_box()
+    assert figures["height"] < 24 and figures["x"] + figures["width"] <= width
+    if width < 600:  # a line of their own, below the buttons
+        assert figures["width"] == summary["width"] and figures["y"] >= tools["y"] + tools["height"] - 2
     tab.get("usage").click()
     tab.press("Settings")
     assert tab.page.evaluate(small) == [] and tab.page.evaluate(sideways) <= width
@@ -461,3 +478,8 @@ def test_narrow_pages_have_tabs_and_room_for_fingers(served: Scripted, new_tab: 
     tab.press("Engine")
     tab.wait("[data-request-id='chatcmpl-abc']")
     assert tab.page.evaluate(small) == [] and tab.page.evaluate(sideways) <= width
+    left, right = tab.page.evaluate("""() => {
+      const [card, area] = [".tiles", ".live"].map((name) => document.querySelector(name).getBoundingClientRect());
+      return [card.left - area.left, area.right - card.right];
+    }""")
+    assert left == right

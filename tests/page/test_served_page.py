@@ -71,6 +71,7 @@ def test_a_picture_a_question_and_where_the_time_went(demo: Served, new_tab: Ope
     tab.wait("[data-testid=instance]")
     tab.page.locator("#one-topic").wait_for()
     assert tab.get("model-name").inner_text() == "demo"
+    assert "begin a new chat" in tab.page.locator("#one-topic").inner_text()
     tab.wait("[data-testid=sample]")
     tab.shot("page-idle")
     # A picture that no other test of this server sends: a cached one is not encoded.
@@ -78,13 +79,14 @@ def test_a_picture_a_question_and_where_the_time_went(demo: Served, new_tab: Ope
     assert tab.answered().startswith("There is a blue triangle in the top-centre, a pink star")
     tab.get("usage").click()
     facts = tab.get("counts").inner_text().split(" · ")
+    id = tab.get("answer-timeline").get_attribute("data-request-id")
     assert "picture)" in facts[0] and "ended by stop" in facts
     spans = tab.get("answer-timeline").get_by_test_id("timeline-span")
     read = spans.evaluate_all("all => all.map(e => [e.dataset.stage, +e.dataset.startMs, +e.dataset.endMs])")
     assert {"preprocess", "encode", "prefill", "decode"} <= {stage for stage, _, _ in read}
     assert all(0 <= start <= end < 60_000 for _, start, end in read)
     # The same request in the live half.
-    row = tab.get("timeline").locator(f"[data-testid=timeline-row][data-request-id='{facts[-1]}']")
+    row = tab.get("timeline").locator(f"[data-testid=timeline-row][data-request-id='{id}']")
     sync_api.expect(row.get_by_test_id("timeline-span")).to_have_count(len(read))  # events come behind the answer
     assert row.locator(".name").inner_text().startswith("1 picture · ")
     tab.wait("[data-testid=tile-goodput]:not([data-attainment=''])")

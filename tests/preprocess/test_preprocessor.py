@@ -236,7 +236,6 @@ async def test_text_models_take_no_pictures(make_preprocessor: Any, picture: Pic
 
 WRONG = [
     ({}, "prompt"),
-    ({"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "prompt"),
     ({"messages": [{"role": "user", "content": "x"}], "images": b"x"}, "images"),
     ({"prompt": 5}, "prompt"),
     ({"prompt": {"a": 1}}, "prompt"),
@@ -277,10 +276,11 @@ async def test_an_empty_prompt_is_refused_where_nothing_remains(kitchen: Any) ->
 async def test_seeds_are_drawn_in_the_same_order_every_time(make_preprocessor: Any) -> None:
     async def draw(seed: int) -> list[int]:
         kitchen = make_preprocessor(seed=seed)
-        return [(await kitchen.prepare("x", sampling={"seed": s})).request.seed for s in (None, 5, None, -1)]
+        return [(await kitchen.prepare("x", sampling={"seed": s})).request.seed for s in (None, 5, None, -1, -1, -2)]
 
     first = await draw(0)
-    assert first == await draw(0) and first[1] == 5 and first[0] != first[2] and 0 <= first[3] < 1 << 63
+    assert first == await draw(0) and first[1] == 5 and 0 <= first[5] < 1 << 63
+    assert len({first[index] for index in (0, 2, 3, 4)}) == 4, "-1 asks for a new one, as in vLLM"
     assert await draw(1) != first
 
 

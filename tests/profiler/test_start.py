@@ -29,6 +29,12 @@ GENERIC = GenericVisionSpec(
 )
 
 
+@pytest.fixture(autouse=True)
+def idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the machine idle, whatever runs beside the tests."""
+    monkeypatch.setattr(OtherLoad, "share", lambda self: 0.0)
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> EngineConfig:
     (tmp_path / "model").mkdir()
@@ -100,6 +106,8 @@ def test_what_a_busy_machine_measures_replaces_nothing_that_an_idle_one_has_meas
     day = idle.profile.measured_at[:10]
     assert again.state == f"not saved, the machine was busy: what was measured on {day} stays in"
     assert found(config, subject()).profile.other_load == 0.1
+    words = "busy, measure again: other programs took 80% of the cores meanwhile; `hydra-engine profile` measures"
+    assert any(note.startswith(words) for note in busy.notes) and len(idle.notes) == len(busy.notes) - 1
 
 
 def test_a_damaged_file_is_measured_anew_and_said(config: EngineConfig, caplog: pytest.LogCaptureFixture) -> None:

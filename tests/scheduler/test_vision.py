@@ -178,3 +178,13 @@ def test_the_youngest_give_way_first_and_no_more_of_them_than_needed(sizes: list
         assert not taken
     else:
         assert sum(sizes[n] for n in taken) >= need > sum(sizes[n] for n in taken[:-1])
+
+
+def test_a_step_without_any_features_says_nothing_about_speed() -> None:
+    """Dropped or failed as a whole, it has ended early."""
+    for fails in (True, False):
+        stepper = Stepper(kv_blocks=64, image_blocks=64)
+        for number in range(1, 11):
+            stepper.submit(make_request(number, Img(4), 2))
+            stepper.vision(bad=[number] if fails else (), took_s=0.5)
+        assert bool(stepper.scheduler.status().speeds.vision) == (not fails)

@@ -307,12 +307,12 @@ class StubEngine:
     async def aledger(self) -> LedgerReport:
         return LedgerReport(0, 0, 8, 0, 8, query_id=1)
 
-    async def tokenize(self, call: GenerationCall) -> list[int]:
+    async def tokenize_call(self, call: GenerationCall) -> list[int]:
         self.tokenized.append(call)
         text = call.prompt if isinstance(call.prompt, str) else " ".join(str(m.content) for m in call.messages)
         return [ord(c) % VOCABULARY for c in text]
 
-    async def count_tokens(self, call: GenerationCall) -> int:
+    async def count_call_tokens(self, call: GenerationCall) -> int:
         if self.refusal is not None:
             raise self.refusal
         self.counted.append(call)
@@ -328,7 +328,7 @@ class StubEngine:
     async def atoken_strs(self, token_ids: Sequence[int]) -> list[str]:
         return [f"<{chr(token)}>" for token in token_ids]
 
-    async def detokenize(self, token_ids: Sequence[int], client: str) -> str:
+    async def adetokenize(self, token_ids: Sequence[int], client: str) -> str:
         if any(token >= VOCABULARY for token in token_ids):
             raise InvalidRequest("a token id is outside the vocabulary", param="tokens")
         return "".join(chr(token) for token in token_ids)

@@ -400,7 +400,8 @@ async def test_body_size(serve: Serve) -> None:
 
 async def test_methods_and_routes(served: Served) -> None:
     async with served.get("/v1/chat/completions") as response:
-        assert (response.status, (await refusal(response))["code"]) == (405, "method_not_allowed")
+        error = await refusal(response)
+        assert (response.status, error["code"]) == (405, "method_not_allowed") and error["message"].endswith("use POST")
         assert response.headers["Allow"] == "POST"
     async with served.http.options(served.url + "/v1/models") as response:
         assert response.status == 405 and set(response.headers["Allow"].split(",")) == {"GET", "HEAD"}

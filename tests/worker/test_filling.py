@@ -394,7 +394,7 @@ def test_an_engine_measures_fills_and_says_so(tmp_path: Path, monkeypatch: pytes
     assert 0 <= left < summary.kv_cache_bytes // summary.num_kv_blocks
     lines = start_lines([summary])
     assert "  steps        activations 50 MiB, 1 GiB of 1 GiB free" in lines
-    with pytest.raises(ResourceError, match="raise --gpu-memory-utilization"):
+    with pytest.raises(ResourceError, match="raise gpu_memory_utilization"):
         Engine(tmp_path, dtype="float32", gpu_memory_utilization=0.5)
 
 
@@ -407,7 +407,7 @@ def test_a_device_too_small_for_a_step_refuses_to_start(tmp_path: Path, monkeypa
 
     make_tiny("llava", tmp_path, seed=1)
     on_device(SmallDevice([1]), monkeypatch)
-    with pytest.raises(ResourceError, match=r"^the device has no memory for its largest steps; .*--image-budget"):
+    with pytest.raises(ResourceError, match=r"^the device has no memory for its largest steps; .*image_budget"):
         Engine(tmp_path, dtype="float32")
 
 

@@ -120,6 +120,20 @@ class WholeDevice:
         return nullcontext()
 
 
+def host_memory() -> tuple[int, int]:
+    """Bytes (free, total) of the machine, or of the container if that has less. Free includes page cache that the
+    kernel reclaims on demand."""
+    lines = (line.split() for line in _MEMINFO.read_text().splitlines())
+    machine = {words[0]: int(words[1]) << 10 for words in lines if words[0] in ("MemAvailable:", "MemTotal:")}
+    free, total = machine["MemAvailable:"], machine["MemTotal:"]
+    limit, used = _cgroup_number("memory.max"), _cgroup_number("memory.current")
+    if limit is not None and used is not None:
+        # The page cache counts as used, but the kernel reclaims it on demand.
+        free = min(free, max(limit - used + _inactive_file_bytes(), 0))
+        total = min(total, limit)
+    return free, total
+
+
 class CpuDevice:
     """`Device` of backend/device.py.
 
@@ -150,17 +164,7 @@ class CpuDevice:
         return ThreadLane(name, 1)
 
     def memory(self) -> tuple[int, int]:
-        """Bytes (free, total) of the machine, or of the container if that has less. Free includes page cache that the
-        kernel reclaims on demand."""
-        lines = (line.split() for line in _MEMINFO.read_text().splitlines())
-        machine = {words[0]: int(words[1]) << 10 for words in lines if words[0] in ("MemAvailable:", "MemTotal:")}
-        free, total = machine["MemAvailable:"], machine["MemTotal:"]
-        limit, used = _cgroup_number("memory.max"), _cgroup_number("memory.current")
-        if limit is not None and used is not None:
-            # The page cache counts as used, but the kernel reclaims it on demand.
-            free = min(free, max(limit - used + _inactive_file_bytes(), 0))
-            total = min(total, limit)
-        return free, total
+        return host_memory()
 
     def trim(self) -> None:
         """Returns unused memory of the allocator to the system: glibc keeps freed blocks of some MiB, and packing

@@ -76,7 +76,8 @@ def _check_device(summaries: Sequence[InstanceSummary], total_bytes: int) -> Non
             s.name for s, num_bytes in zip(summaries[:_MAX_NAMED], held, strict=False) if num_bytes <= total_bytes
         ]
         alone = f"; {', '.join(fitting)} would fit" if fitting else ""
-        change = f"the weights alone fill it: take fewer instances or a smaller --dtype{alone}"
+        fewer = "" if any(s.quantization for s in summaries) else ", --quantization int8 or int4"
+        change = f"the weights alone fill it: take fewer instances{fewer} or a smaller --dtype{alone}"
     named = [f"{s.name} {size(s.weights_bytes)} + {size(s.cache_bytes)}" for s in summaries[:_MAX_NAMED]]
     if len(summaries) > _MAX_NAMED:
         named.append(f"{len(summaries) - _MAX_NAMED} others")

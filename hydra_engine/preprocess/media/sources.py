@@ -15,7 +15,6 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -69,8 +68,8 @@ Source = RemoteFile | DataUrl | LocalFile | InMemory
 
 def classify(value: Any, config: MediaConfig, kind: str = "image") -> Source:
     """Returns the source that a reference names. Cheap, without I/O. Raises MediaForbidden or InvalidRequest."""
-    if isinstance(value, Path):
-        value = str(value)
+    if isinstance(value, os.PathLike):
+        value = os.fsdecode(value)
     if isinstance(value, str):
         return _classify_text(value, config, kind)
     if isinstance(value, bytes | bytearray | memoryview):
@@ -79,8 +78,10 @@ def classify(value: Any, config: MediaConfig, kind: str = "image") -> Source:
     if is_picture and kind == "image":
         return InMemory(value)
     if kind == "video":
-        raise InvalidRequest("a video must be a URL, a data URL, a path, bytes, a list of pictures or an array of them")
-    raise InvalidRequest("an image must be a URL, a data URL, a path, bytes, a Pillow image or an array")
+        raise InvalidRequest(
+            "a video must be a URL, a data URL, a path, bytes, an open file, a list of pictures or an array"
+        )
+    raise InvalidRequest("an image must be a URL, a data URL, a path, bytes, an open file, a Pillow image or an array")
 
 
 def read_local(source: DataUrl | LocalFile | InMemory, config: MediaConfig) -> Any:

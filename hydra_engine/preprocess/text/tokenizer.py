@@ -12,7 +12,7 @@ import codecs
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, cast
 
 import msgspec
 from tokenizers import AddedToken, Encoding, decoders
@@ -54,10 +54,17 @@ _PLAIN = {"llava", "llava_next", "minicpmv4_6", "mistral"}  # tokenizer.json is 
 
 
 def load_tokenizer(model_dir: str | Path, class_name: str | None = None) -> Tokenizer:
+    """Loads the tokenizer of a Hugging Face directory; `class_name` and errors as in `load_transformers_tokenizer`."""
+    folder = Path(model_dir)
+    tokenizer = load_transformers_tokenizer(folder, class_name)
+    templates = find_templates(folder)
+    return Tokenizer(tokenizer, templates.default, _file_of(folder), templates.with_tools)
+
+
+def load_transformers_tokenizer(folder: Path, class_name: str | None = None) -> PreTrainedTokenizerFast:
     """Loads the tokenizer of a Hugging Face directory, with the class that AutoTokenizer would use: some classes read
     tokenizer.json differently. `class_name`: that class, if known. Raises CheckpointError for missing, broken or
     oversized files."""
-    folder = Path(model_dir)
     check_small_files(folder)
     if (data := read_file(folder, _TOKENIZER_FILE)) is not None:
         check_tokenizer_file(data)
@@ -72,8 +79,7 @@ def load_tokenizer(model_dir: str | Path, class_name: str | None = None) -> Toke
         raise CheckpointError(f"the tokenizer files ({_TOKENIZER_FILE}, tokenizer_config.json) are broken") from error
     if not isinstance(getattr(tokenizer, "backend_tokenizer", None), Backend):
         raise CheckpointError(f"the model directory needs a {_TOKENIZER_FILE}; this tokenizer has no fast form")
-    templates = find_templates(folder)
-    return Tokenizer(tokenizer, templates.default, _file_of(folder), templates.with_tools)
+    return cast("PreTrainedTokenizerFast", tokenizer)
 
 
 def _file_of(folder: Path) -> Path | None:

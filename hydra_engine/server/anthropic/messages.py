@@ -94,7 +94,7 @@ async def count_tokens(request: web.Request) -> web.Response:
         cache_salt=cache_salt(request, None),
         client=client_of(request),
     )
-    return json_response(TokensCount(await engine.count_tokens(call)))
+    return json_response(TokensCount(await engine.count_call_tokens(call)))
 
 
 class MessageAnswer(Answer):

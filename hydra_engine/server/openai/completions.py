@@ -81,12 +81,12 @@ async def _echo(
     if isinstance(prompt, str):
         if body.logprobs is None:
             return prompt, Echo(prompt)
-        text, prompt = prompt, await engine.tokenize(replace(call, prompt=prompt))
+        text, prompt = prompt, await engine.tokenize_call(replace(call, prompt=prompt))
     elif len(prompt) > engine.max_model_len:
         return prompt, Echo()  # `add_request` refuses it
     else:
-        text = await engine.detokenize(prompt, call.client)
-    return prompt, Echo(text, await engine.detokenize(prompt[:1], call.client))
+        text = await engine.adetokenize(prompt, call.client)
+    return prompt, Echo(text, await engine.adetokenize(prompt[:1], call.client))
 
 
 class CompletionAnswer(ChunkAnswer):

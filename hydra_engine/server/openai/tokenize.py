@@ -36,7 +36,7 @@ async def tokenize(request: web.Request) -> web.Response:
             body.add_special_tokens,
         ),
     )
-    tokens = await engine.tokenize(call)
+    tokens = await engine.tokenize_call(call)
     spelled = await engine.atoken_strs(tokens) if body.return_token_strs else None
     return json_response(Tokens(len(tokens), engine.max_model_len, tokens, spelled))
 
@@ -45,4 +45,4 @@ async def detokenize(request: web.Request) -> web.Response:
     engine = loaded_engine(request)
     body = await read_request(request, DetokenizeRequest)
     check_model(request, body.model)
-    return json_response(Text(await engine.detokenize(body.tokens, client_of(request))))
+    return json_response(Text(await engine.adetokenize(body.tokens, client_of(request))))

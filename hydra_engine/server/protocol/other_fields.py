@@ -73,7 +73,7 @@ REFUSED: dict[str, Harmless] = {
     "background": (False,),
     "conversation": (),
     "previous_response_id": (),
-    "truncation": ("disabled",),
+    "truncation": ("disabled", "auto"),  # a prompt that is too long is an error with both
     "context_management": _only_clears_thinking,
     "mcp_servers": (),
     "container": (),

@@ -2,7 +2,7 @@
 // coloured bar, which opens, and an error in the server's words where there is one.
 
 import { copyButton } from "./clipboard.js";
-import { count, duration, el, plural, rate, setText } from "./dom.js";
+import { count, duration, el, plural, rate, setText, shortId } from "./dom.js";
 import { icon } from "./icons.js";
 import { renderMarkdown } from "./markdown.js";
 import { asCurl, asPython } from "./snippets.js";
@@ -88,13 +88,13 @@ export class AnswerView {
     const copying = (name, text) => el("span", { class: "copying" }, copyButton(`Copy ${name}`, text), name);
     const summary = el("summary", { "data-testid": "usage" }, ...(facts?.timeline?.length ? [foldedTimeline(facts)] : []),
       el("span", { class: "figures" }, figuresOf(facts ?? {})));
-    return el("details", { class: "stages", "data-testid": "answer-timeline" }, summary,
+    return el("details", { class: "stages", "data-testid": "answer-timeline", "data-request-id": facts?.id }, summary,
       facts?.timeline?.length ? drawTimeline(facts.timeline, facts) : null,
       facts?.tokens ? el("p", { class: "counts", "data-testid": "counts" }, countsOf(facts)) : null,
       el("div", { class: "buttons" },
         copying("as curl", () => asCurl(...this.#actions.bodyOf(this.#turn), base)),
         copying("as Python", () => asPython(...this.#actions.bodyOf(this.#turn), base)),
-        facts?.id ? copying("request id", () => facts.id) : null));
+        facts?.id ? copying(`request id ${shortId(facts.id)}`, () => facts.id) : null));
   }
 }
 
@@ -103,23 +103,28 @@ function errorOf({ message, code, retryAfter }) {
     el("p", {}, inWords(message, retryAfter)), code ? el("span", { class: "code" }, code) : null);
 }
 
-/** The server's message as a sentence, and when to try again. */
+/** The server's message as a sentence, and when to try again, which a message may say too. Names of fields stay as they are. */
 export function inWords(message, retryAfter) {
-  const sentence = /[.!?]$/.test(message) ? message : `${message}.`;
+  const words = retryAfter ? message.replace(/[;,.] (please )?try again[^;,.]*\.?$/i, "") : message;
+  const begun = words.replace(/^[a-z]+(?=[\s,;:])/, (word) => word[0].toUpperCase() + word.slice(1));
+  const sentence = /[.!?]$/.test(begun) ? begun : `${begun}.`;
   return retryAfter ? `${sentence} Try again in ${retryAfter} s.` : sentence;
 }
 
-function figuresOf({ tokens, ttft_s, tpot_s, reason }) {
-  const parts = [];
-  if (ttft_s !== null && ttft_s !== undefined) parts.push(`first token ${duration(ttft_s)}`);
-  if (tpot_s) parts.push(`${rate(1 / tpot_s)} tokens/s`);
+/** The server's times; of an answer that did not come to its end those that the page has seen. */
+function figuresOf({ tokens, ttft_s = null, tpot_s = null, firstMs, lastMs, reason }) {
+  const parts = [], seen_s = (lastMs - firstMs) / 1e3;
+  const first_s = ttft_s ?? (firstMs === undefined ? null : firstMs / 1e3);
+  const speed = tpot_s ? 1 / tpot_s : ttft_s === null && tokens?.out > 1 && seen_s > 0 ? (tokens.out - 1) / seen_s : 0;
+  if (first_s !== null) parts.push(`first token ${duration(first_s)}`);
+  if (speed) parts.push(`${rate(speed)} tokens/s`);
   if (tokens) parts.push(plural(tokens.out, "token"));
   if (reason && reason !== "stop") parts.push(reason === "length" ? "cut at the token limit" : reason);
   return parts.join(" · ") || "Details";
 }
 
-function countsOf({ tokens, reason, id }) {
+function countsOf({ tokens, reason }) {
   const pictures = tokens.image ? ` (${count(tokens.in - tokens.image)} text, ${count(tokens.image)} picture)` : "";
   const cached = tokens.cached ? `, ${count(tokens.cached)} of them cached` : "";
-  return `${plural(tokens.in, "prompt token")}${pictures}${cached} · ${plural(tokens.out, "token")} out · ended by ${reason ?? "an error"} · ${id}`;
+  return `${plural(tokens.in, "prompt token")}${pictures}${cached} · ${plural(tokens.out, "token")} out · ended by ${reason ?? "an error"}`;
 }

@@ -3,6 +3,7 @@
 import { apiKey, setApiKey } from "./api.js";
 import { Chat } from "./chat.js";
 import { byId, count, duration, setText } from "./dom.js";
+import { Drawer } from "./drawer.js";
 import { Feed } from "./feed.js";
 import { History, loadOf } from "./history.js";
 import { Lanes } from "./lanes.js";
@@ -15,10 +16,14 @@ import { Window } from "./window.js";
 
 const THEMES = ["system", "light", "dark"];
 
-const modes = new Modes(() => draw());
+const modes = new Modes(() => {
+  drawer.layOut();
+  draw();
+});
 const history = new History();
 const panels = [new Tiles(), new Topology(), new Lanes(), new Window(history)];
-const chat = new Chat({ onDenied: askForKey });
+const chat = new Chat({ onDenied: askForKey, listed: () => drawer?.draw() });
+const drawer = new Drawer(chat);
 const feed = new Feed({ onSnapshot, onState });
 let seen = 0; // when the last snapshot came
 
@@ -26,7 +31,7 @@ function onSnapshot(snapshot) {
   seen = performance.now();
   history.add(snapshot);
   chat.update(snapshot);
-  setText(document.querySelector(".model"), snapshot.model);
+  setText(document.querySelector(".model"), snapshot.title);
   document.querySelector(".model").title = `${snapshot.model}, hydra-engine ${snapshot.version}`;
   byId("one-topic").hidden = snapshot.model !== "demo";
   const [running, waiting] = loadOf(snapshot);
@@ -42,6 +47,7 @@ function draw() {
 function onState(state, words, health = "") {
   const connection = document.querySelector(".connection");
   connection.dataset.state = state;
+  if (state === "open" || state === "denied") chat.library.setKeyed(state === "denied" || Boolean(apiKey()));
   connection.dataset.health = health;
   setText(connection.querySelector("b"), words);
   showAge(state !== "open" && state !== "connecting");

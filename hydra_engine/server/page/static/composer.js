@@ -1,24 +1,27 @@
-// Where a message is written: text that grows, pictures, what was said before by arrow keys, and a draft that a reload keeps.
+// Where a message is written: text that grows, pictures and videos, what was said before by arrow keys, and a draft that a reload keeps.
 
 import { loadDraft, saveDraft } from "./conversation.js";
 import { byId, el } from "./dom.js";
+import { Notice } from "./notice.js";
 import { Pictures } from "./pictures.js";
 
-const NOTICE_MS = 10_000;
-
 export class Composer {
+  /** The question that what is written is to replace: {id, at}, its conversation and its place there; or null. */
+  edited = null;
   #prompt = byId("prompt");
-  #pictures = new Pictures((problem) => this.complain(problem), () => this.#keep());
+  #pictures;
+  #notice = new Notice(byId("notice"));
   #said;
   #recalled = 0; // how many messages ago the text is from
   #timer = 0;
-  #noticed = 0;
 
-  /** `onSend()`; `said()` gives the texts sent so far, oldest first. */
-  constructor({ onSend, said }) {
+  /** `onSend()`; `said()` gives the texts sent so far, oldest first; `sent()` the pictures and videos that go along with the next message. */
+  constructor({ onSend, said, sent }) {
     this.#said = said;
+    this.#pictures = new Pictures({ complain: (problem) => this.complain(problem), changed: () => this.#keep(), sent });
     const draft = loadDraft();
     this.put(draft);
+    this.edited = draft.edited;
     byId("composer").addEventListener("submit", (event) => {
       event.preventDefault();
       onSend();
@@ -42,7 +45,11 @@ export class Composer {
   }
 
   get #draft() {
-    return { text: this.#prompt.value, pictures: this.#pictures.waiting };
+    return { text: this.#prompt.value, pictures: this.#pictures.waiting, edited: this.edited };
+  }
+
+  set limits(limits) {
+    this.#pictures.limits = limits;
   }
 
   /** What is to be sent, which then stands here no more; null where there is nothing. */
@@ -77,17 +84,10 @@ export class Composer {
     note.replaceChildren(problem, ...(code ? [" ", el("span", { class: "code" }, code)] : []));
   }
 
-  /** Says what has been done, with a way back for a while. */
-  notice(words, undo) {
-    const notice = byId("notice");
-    const hide = () => { notice.hidden = true; };
-    clearTimeout(this.#noticed);
-    this.#noticed = setTimeout(hide, NOTICE_MS);
-    notice.hidden = false;
-    notice.replaceChildren(words, el("button", { type: "button", class: "quiet small", onclick: () => {
-      hide();
-      undo();
-    } }, "Undo"));
+  /** Says what has been done, with a way back for a while; "" takes it back. */
+  notice(words, undo = null) {
+    if (words) this.#notice.show(words, undo);
+    else this.#notice.hide();
   }
 
   #recall(event, step) {

@@ -1,48 +1,57 @@
-// What has been said, in this tab's storage so that a reload keeps it, and as messages of a request. Storage is small:
-// pictures that do not fit are shown no more after a reload, and later requests go without them.
+// What has been said, as turns and as messages of a request. Where conversations are kept is the library's business.
 
-const STORE = "hydra.conversation";
+import { newRequestId } from "./api.js";
+
 const DRAFT = "hydra.draft";
-const MAX_STORED = 4_000_000; // characters
+const MAX_DRAFT = 1_000_000; // characters of attached files in a draft
+const MAX_NAME = 60;
 
 export class Conversation {
+  id = newRequestId();
+  name = ""; // given by hand; "": the first question names it
+  updated = 0; // milliseconds since 1970
+  revision = ""; // of the copy that is kept; "": it is not kept yet
   turns = []; // {role, text, thought?, pictures?, facts?, error?, settings?}
 
-  load() {
-    const turns = read(STORE);
-    if (Array.isArray(turns)) this.turns = turns;
+  /** The first line of the first question, or a picture's name. */
+  get title() {
+    const first = this.turns.find((turn) => turn.role === "user");
+    const line = first?.text.trim().split("\n")[0] || first?.pictures?.[0]?.name || "New chat";
+    return this.name || (line.length > MAX_NAME ? `${line.slice(0, MAX_NAME - 1).trimEnd()}…` : line);
   }
 
-  save() {
-    let room = MAX_STORED;
-    const turns = this.turns.toReversed().map((turn) => {
-      const pictures = turn.pictures?.map((picture) => {
-        room -= picture.url.length;
-        return room >= 0 ? picture : { ...picture, url: "" };
-      });
-      return { ...turn, pictures };
-    });
-    write(STORE, turns.toReversed());
+  /** The model of the last answer; "" without one. */
+  get model() {
+    return this.turns.findLast((turn) => turn.settings?.model)?.settings.model ?? "";
+  }
+
+  /** Pictures and videos of the turns before this one, or of all. */
+  attached(turn = null) {
+    const end = turn ? this.turns.indexOf(turn) : this.turns.length;
+    return this.turns.slice(0, end).flatMap(({ pictures }) => pictures ?? []).filter(({ url }) => url);
   }
 
   /** Takes a last question out that has no word of an answer, and gives it back: no request is to have it. */
   takeUnanswered() {
     const last = this.turns.at(-1);
-    if (last?.role !== "assistant" || last.text || last.thought) return null;
-    return this.turns.splice(this.turns.lastIndexOf(last) - 1)[0];
+    if (!last || (last.role === "assistant" && (last.text || last.thought))) return null;
+    return this.turns.splice(this.turns.length - (last.role === "user" ? 1 : 2))[0];
+  }
+
+  messages({ system, detail = "auto" }) {
+    const messages = system ? [{ role: "system", content: system }] : [];
+    for (const turn of this.turns) {
+      const reasoning = turn.thought ? { reasoning_content: turn.thought } : {};
+      messages.push({ role: turn.role, ...reasoning, content: contentOf(turn, detail) });
+    }
+    return messages;
   }
 
   /** The body of the request that the turns so far ask for. */
   requestBody(settings) {
-    const messages = [];
-    if (settings.system) messages.push({ role: "system", content: settings.system });
-    for (const turn of this.turns) {
-      const reasoning = turn.thought ? { reasoning_content: turn.thought } : {};
-      messages.push({ role: turn.role, ...reasoning, content: contentOf(turn, settings.detail) });
-    }
     const { system: _system, detail: _detail, ...sampling } = settings;
     return {
-      ...sampling, messages,
+      ...sampling, messages: this.messages(settings),
       stream: true, stream_options: { include_usage: true, continuous_usage_stats: true }, return_metrics: true,
     };
   }
@@ -51,31 +60,27 @@ export class Conversation {
 function contentOf(turn, detail) {
   const pictures = (turn.pictures ?? []).filter((picture) => picture.url);
   if (!pictures.length) return turn.text;
-  const parts = pictures.map(({ url }) => ({
-    type: "image_url", image_url: detail === "auto" ? { url } : { url, detail },
-  }));
+  const parts = pictures.map(({ kind, url }) => {
+    if (kind === "video") return { type: "video_url", video_url: { url } };
+    return { type: "image_url", image_url: detail === "auto" ? { url } : { url, detail } };
+  });
   return turn.text ? [...parts, { type: "text", text: turn.text }] : parts;
 }
 
 // ---- what waits to be sent
 
-export const loadDraft = () => read(DRAFT) ?? { text: "", pictures: [] };
-
-export function saveDraft({ text, pictures }) {
-  const small = pictures.reduce((sum, { url }) => sum + url.length, 0) < MAX_STORED / 4;
-  write(DRAFT, { text, pictures: small ? pictures : [] });
-}
-
-function read(key) {
+/** {text, pictures, edited}: `edited` as in the composer. */
+export function loadDraft() {
   try {
-    return JSON.parse(sessionStorage.getItem(key));
+    return { text: "", pictures: [], edited: null, ...JSON.parse(sessionStorage.getItem(DRAFT)) };
   } catch {
-    return null; // nothing that can be read
+    return { text: "", pictures: [], edited: null }; // nothing that can be read
   }
 }
 
-function write(key, value) {
+export function saveDraft({ pictures, ...draft }) {
+  const small = pictures.reduce((sum, { url }) => sum + url.length, 0) < MAX_DRAFT;
   try {
-    sessionStorage.setItem(key, JSON.stringify(value));
+    sessionStorage.setItem(DRAFT, JSON.stringify({ ...draft, pictures: small ? pictures : [] }));
   } catch { /* full or off: the page goes on without */ }
 }

@@ -2,6 +2,11 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 
+const FINE = matchMedia("(pointer: fine)");
+
+/** Focuses where one writes; where that would bring a keyboard over half a phone, where one reads. */
+export const focusChat = () => byId(FINE.matches ? "prompt" : "talk").focus();
+
 export const byId = (id) => document.getElementById(id);
 
 export function el(tag, attributes = {}, ...children) {
@@ -57,3 +62,5 @@ export function bytes(size) {
   const [unit, name] = size >= 2 ** 30 ? [2 ** 30, "GiB"] : size >= 2 ** 20 ? [2 ** 20, "MiB"] : [2 ** 10, "KiB"];
   return size < unit ? `${size} B` : `${(Number.isInteger(size / unit) || unit === 2 ** 10 ? whole : tenths).format(size / unit)} ${name}`;
 }
+
+export const shortId = (id) => id.replace(/^(chatcmpl|cmpl)-/, "").slice(0, 8);

@@ -6,7 +6,7 @@ const STORE = "hydra.mode";
 const ROOM = matchMedia("(min-width: 1100px)");
 
 export class Modes {
-  #chosen = "split";
+  #chosen = "chat";
   #buttons = [...document.querySelectorAll("[data-choose]")];
   #onChange;
 

@@ -1,22 +1,18 @@
-// Pictures that wait to be sent: chosen, dropped or pasted, as data URLs with thumbnails. The server decides what is valid.
+// Pictures and videos that wait to be sent: chosen, dropped or pasted, with thumbnails. The server has the last word on them.
 
 import { byId, bytes, el } from "./dom.js";
+import { accepted, attachmentOf, problemOf } from "./files.js";
 import { pictureButton } from "./zoom.js";
-
-const TYPES = new Set(["image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp"]);
-const MAX_PICTURES = 16;
-const MAX_BYTES = 20 << 20;
 
 export class Pictures {
   #list = byId("pictures");
   #waiting = [];
-  #complain;
-  #changed;
+  #limits = null;
+  #hooks;
 
-  /** `complain(problem)` shows it; `changed()` hears of every change. */
-  constructor(complain, changed) {
-    this.#complain = complain;
-    this.#changed = changed;
+  /** Hooks: `complain(problem)` shows it; `changed()` hears of every change; `sent()` gives what of earlier messages goes along. */
+  constructor(hooks) {
+    this.#hooks = hooks;
     const input = byId("image-input");
     input.addEventListener("change", async () => {
       await this.add(input.files);
@@ -37,31 +33,33 @@ export class Pictures {
   }
 
   set waiting(pictures) {
-    this.#waiting = pictures.slice(0, MAX_PICTURES);
+    this.#waiting = pictures;
     this.#draw();
+  }
+
+  /** What the server takes in one request. */
+  set limits(limits) {
+    this.#limits = limits;
+    const [some, videos] = [limits.max_images > 0, limits.max_videos > 0];
+    byId("attach").hidden = !some && !videos;
+    byId("image-input").disabled = !some && !videos;
+    byId("image-input").accept = accepted(limits);
+    byId("samples").toggleAttribute("data-without-pictures", !some);
+    byId("attach-kinds").textContent = videos ? " pictures or videos" : " pictures";
+    byId("lead").textContent = !some && !videos ? "Ask something" : `Drop a picture${videos ? " or a video" : ""} here, or ask something`;
   }
 
   async add(files) {
     for (const file of [...files]) {
-      const problem = this.#problemOf(file);
-      if (problem) {
-        this.#complain(problem);
-        continue;
-      }
-      const url = await readFile(file);
-      if (url) this.waiting = [...this.#waiting, { name: file.name || "pasted picture", size: file.size, url }];
-      else this.#complain(`${file.name} cannot be read.`);
+      const problem = problemOf(file, [...this.#hooks.sent(), ...this.#waiting], this.#limits);
+      const attachment = problem ? null : await attachmentOf(file);
+      if (attachment) this.waiting = [...this.#waiting, attachment];
+      else this.#hooks.complain(problem || `${file.name} cannot be read.`);
     }
   }
 
-  #problemOf(file) {
-    if (!TYPES.has(file.type)) return `${file.name || "That"} is not a PNG, JPEG, WebP, GIF or BMP picture.`;
-    if (file.size > MAX_BYTES) return `${file.name} is larger than ${bytes(MAX_BYTES)}.`;
-    return this.#waiting.length >= MAX_PICTURES ? `A message can have ${MAX_PICTURES} pictures.` : "";
-  }
-
   #draw() {
-    this.#changed();
+    this.#hooks.changed();
     this.#list.replaceChildren(...this.#waiting.map((picture) => {
       const remove = () => {
         this.waiting = this.#waiting.filter((other) => other !== picture);
@@ -90,13 +88,4 @@ export class Pictures {
       this.add(event.dataTransfer.files);
     });
   }
-}
-
-export function readFile(file) {
-  return new Promise((resolve) => {
-    const reader = new FileReader();
-    reader.onload = () => resolve(reader.result);
-    reader.onerror = () => resolve(null);
-    reader.readAsDataURL(file);
-  });
 }

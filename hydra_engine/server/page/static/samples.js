@@ -1,7 +1,7 @@
 // The pictures that come with the engine, as questions that one click asks.
 
-import { byId, el } from "./dom.js";
-import { readFile } from "./pictures.js";
+import { byId, el, focusChat } from "./dom.js";
+import { attachmentOf } from "./files.js";
 
 const FOLDER = "ui/samples/";
 
@@ -10,9 +10,9 @@ export async function showSamples(chat) {
   if (!response.ok) return;
   const samples = await response.json();
   byId("samples").replaceChildren(...samples.map(({ picture, question }) => el("button", {
-    type: "button", "data-testid": "sample", onclick: async () => {
+    type: "button", "data-testid": "sample", class: picture ? "with-picture" : null, onclick: async () => {
       const pictures = picture ? [await load(picture)] : [];
-      byId("prompt").focus(); // this button goes with the first message
+      focusChat(); // this button goes with the first message
       await chat.ask({ text: question, pictures });
     },
   }, picture ? el("img", { src: FOLDER + picture, alt: "", width: "56", height: "56" }) : null, el("span", {}, question))));
@@ -20,5 +20,5 @@ export async function showSamples(chat) {
 
 async function load(picture) {
   const blob = await (await fetch(FOLDER + picture)).blob();
-  return { name: picture.split("/").at(-1), size: blob.size, url: await readFile(blob) };
+  return attachmentOf(new File([blob], picture.split("/").at(-1), { type: blob.type }));
 }

@@ -1,4 +1,4 @@
-// The settings of requests: kept in the tab, and empty ones show what the server takes instead.
+// The settings of requests: kept in the tab, taken over from a conversation that is opened; empty ones show what the server takes instead.
 
 import { byId, el } from "./dom.js";
 
@@ -12,7 +12,7 @@ const NUMBERS = [
   ["max_tokens", "Max tokens", { min: 1, step: 1 }, "no limit"],
   ["seed", "Seed", { step: 1 }, "random"],
 ];
-const FIELDS = ["system", ...NUMBERS.map(([name]) => name), "detail"];
+export const FIELDS = ["system", ...NUMBERS.map(([name]) => name), "detail"];
 
 export class Settings {
   constructor() {
@@ -31,6 +31,11 @@ export class Settings {
       if (text) values[name] = field.type === "number" ? Number(text) : text;
     }
     return values;
+  }
+
+  set values(values) {
+    for (const name of FIELDS) byId(name).value = values[name] ?? (name === "detail" ? "auto" : "");
+    this.#keep();
   }
 
   /** Whether all can be sent; the first that cannot is shown. */

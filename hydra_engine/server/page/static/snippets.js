@@ -22,7 +22,7 @@ export function asPython(body, pictures, base) {
   const key = apiKey() ? `os.environ["HYDRA_API_KEY"]` : `"none"`;
   if (apiKey()) lines.unshift("import os");
   if (pictures.length) {
-    lines.push("", "def picture(name: str, kind: str) -> str:",
+    lines.push("", "def data_url(name: str, kind: str) -> str:",
       `    return f"data:{kind};base64,{base64.b64encode(Path(name).read_bytes()).decode()}"`, "", "");
   }
   lines.push(`client = openai.OpenAI(base_url=${JSON.stringify(`${base}/v1`)}, api_key=${key})`,
@@ -36,7 +36,7 @@ export function asPython(body, pictures, base) {
 function plainBody(body) {
   const { stream: _stream, stream_options: _options, return_metrics: _metrics, ...rest } = body;
   let index = 0;
-  return JSON.parse(JSON.stringify(rest, (key, value) => (key === "url" ? `${PICTURE}${index++}` : value)));
+  return JSON.parse(JSON.stringify(rest, (key, value) => (key === "url" && value.startsWith("data:") ? `${PICTURE}${index++}` : value)));
 }
 
 const quoted = (name) => (/^[\w.][\w.-]*$/.test(name) ? name : `'./${name.replaceAll("'", "")}'`);
@@ -45,7 +45,7 @@ const indent = (text) => text.replaceAll("\n", "\n    ");
 function python(value, pictures) {
   if (typeof value === "string" && value.startsWith(PICTURE)) {
     const { name, type } = pictures[Number(value.slice(PICTURE.length))];
-    return `picture(${JSON.stringify(name)}, ${JSON.stringify(type)})`;
+    return `data_url(${JSON.stringify(name)}, ${JSON.stringify(type)})`;
   }
   if (value === null) return "None";
   if (typeof value === "boolean") return value ? "True" : "False";

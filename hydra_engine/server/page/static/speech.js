@@ -1,4 +1,9 @@
-// Tells screen readers an answer sentence by sentence: a live region that got every token would stutter.
+// Tells screen readers an answer sentence by sentence: a live region that got every token would stutter. What has been told leaves
+// the region, or whoever reads through the page would meet every answer twice.
+
+import { el } from "./dom.js";
+
+const TOLD_MS = 5000; // long enough for screen readers to take it up
 
 const END = /[.!?:]["')\]]*\s|\n/g;
 
@@ -26,20 +31,18 @@ export class Speaker {
 
   finish(last = "") {
     this.#say(this.#text.length);
-    if (last) this.#region.append(line(last));
+    if (last) this.#tell(last);
   }
 
   #say(end) {
     const sentence = this.#text.slice(this.#said, end).trim();
     this.#said = end;
-    if (!sentence) return;
-    while (this.#region.childNodes.length > 20) this.#region.firstChild.remove();
-    this.#region.append(line(sentence));
+    if (sentence) this.#tell(sentence);
   }
-}
 
-function line(text) {
-  const element = document.createElement("p");
-  element.textContent = text;
-  return element;
+  #tell(text) {
+    const line = el("p", {}, text);
+    this.#region.append(line);
+    setTimeout(() => line.remove(), TOLD_MS);
+  }
 }

@@ -1,7 +1,8 @@
 // All requests over time: a row for each request, or for each lane of each instance, where overlap shows. Bars are placed
 // once, in milliseconds; what slides and zooms is the view box of each row.
 
-import { byId, count, duration, el, plural, setAttributes, setPressed, setText, svg } from "./dom.js";
+import { copyButton } from "./clipboard.js";
+import { byId, count, duration, el, plural, setAttributes, setPressed, setText, shortId, svg } from "./dom.js";
 import { GROUPS, groupOf, isWait } from "./stages.js";
 import { drawTimeline, spanOf, spoken, tickStep, workLast } from "./timeline.js";
 import { downloadTrace } from "./trace.js";
@@ -239,7 +240,7 @@ export class Window {
     row.focus();
     if (again) return;
     const close = el("button", { type: "button", class: "quiet small", onclick: () => this.#choose(row) }, "Close");
-    details.replaceChildren(el("header", {}, el("b", {}, labelOf(request)), el("code", {}, request.id), el("span", { class: "spacer" }), close),
+    details.replaceChildren(el("header", {}, el("b", {}, labelOf(request)), el("code", { title: request.id }, shortId(request.id)), copyButton("Copy request id", () => request.id), el("span", { class: "spacer" }), close),
       drawTimeline(request.spans, { id: request.id, ttft_s: request.ttft_s, total_s: request.end_s - request.arrival_s }));
     details.scrollIntoView({ block: "nearest" });
   }
@@ -250,5 +251,3 @@ function labelOf({ pictures, prompt_tokens, id }) {
   const parts = [pictures ? plural(pictures, "picture") : "", prompt_tokens ? `${count(prompt_tokens)} tokens` : ""].filter(Boolean);
   return parts.join(" · ") || shortId(id);
 }
-
-const shortId = (id) => id.replace(/^(chatcmpl|cmpl)-/, "").slice(0, 8);
