@@ -622,7 +622,8 @@ class Engine:
     # ---- traces
 
     def export_trace(self, path: str | Path) -> None:
-        """Writes the stages of the last requests to `path` as Chrome trace JSON; open it in ui.perfetto.dev."""
+        """Writes the stages of the last requests to `path` as Chrome trace JSON; open it in ui.perfetto.dev. Raises
+        OSError."""
         self.frontend.trace.write(path)
 
     def trace_events(self, seconds: float) -> list[dict[str, Any]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, replace
+from types import UnionType
 from typing import Any, NamedTuple
 
 from hydra_engine.core.grammar import Grammar
@@ -47,8 +48,8 @@ class SamplingParams:
     - allowed_token_ids: the only tokens that may be sampled, at most 65,536; empty (default): all.
     - grammar: the language that the output must be in, a `Grammar`. None (default): any text.
 
-    Raises `InvalidRequest`, naming the field, for numbers and list entries of a wrong type or out of range, and for
-    too many entries.
+    None for a list is an empty one. Raises `InvalidRequest`, naming the field, for a wrong type, a number out of range
+    and too many entries.
     """
 
     temperature: float = 1.0
@@ -74,14 +75,15 @@ class SamplingParams:
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        else:
-            object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(self.stop_token_ids)))
-        object.__setattr__(self, "allowed_token_ids", tuple(dict.fromkeys(self.allowed_token_ids)))
-        pairs = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
-        object.__setattr__(self, "logit_bias", tuple((token, value) for token, value in pairs))
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _listed("stop", self.stop))
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            token_ids = _listed(name, getattr(self, name))
+            _check_ids(name, token_ids)
+            object.__setattr__(self, name, tuple(dict.fromkeys(token_ids)))
+        object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
+        for name, kind, words in _KINDS:
+            if not isinstance(value := getattr(self, name), kind):
+                raise InvalidRequest(f"{name} must be {words}, not {type(value).__name__}", param=name)
         for name, low, high in _RANGES:
             _check_range(name, getattr(self, name), low, high)
         self._check_stops()
@@ -97,7 +99,6 @@ class SamplingParams:
             raise InvalidRequest(f"each stop string must have 1 to {MAX_STOP_CHARS} characters", param="stop")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequest(f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids are allowed", param="stop_token_ids")
-        _check_ids("stop_token_ids", self.stop_token_ids)
 
     def _check_tokens(self) -> None:
         """Raises InvalidRequest for invalid or too many entries of `logit_bias` and `allowed_token_ids`."""
@@ -110,7 +111,6 @@ class SamplingParams:
             raise InvalidRequest(
                 f"at most {MAX_ALLOWED_TOKENS} allowed_token_ids are allowed", param="allowed_token_ids"
             )
-        _check_ids("allowed_token_ids", self.allowed_token_ids)
         self.check_answers(self.n, "n")
 
     def check_answers(self, num_answers: int, fields: str) -> None:
@@ -141,8 +141,8 @@ class SamplingParams:
         default of `min_tokens` is lowered to a smaller `max_tokens` of the request.
         """
         max_tokens = given.get("max_tokens")
-        if max_tokens is not None and "min_tokens" not in given and max_tokens < self.min_tokens:
-            given["min_tokens"] = max_tokens
+        if isinstance(max_tokens, int) and "min_tokens" not in given:
+            given["min_tokens"] = min(max_tokens, self.min_tokens)
         return replace(self, **({"max_tokens": None} | given))
 
     @property
@@ -186,8 +186,31 @@ _INTEGERS = frozenset(
     {"top_k", "seed", "max_tokens", "min_tokens", "logprobs", "stop_token_ids"}
     | {"n", "prompt_logprobs", "allowed_token_ids", "logit_bias token ids"}
 )
+_KINDS: tuple[tuple[str, type | UnionType, str], ...] = (
+    ("ignore_eos", bool, "True or False"),
+    ("skip_special_tokens", bool, "True or False"),
+    ("include_stop_str_in_output", bool, "True or False"),
+    ("grammar", Grammar | None, "Grammar(...)"),
+)
 _MAX_TOKEN_ID = (1 << 31) - 1
 _OPTIONAL = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs"})
+
+
+def _listed(name: str, values: Any) -> tuple[Any, ...]:
+    """The entries of a list; none for None, which is vLLM's default. Raises InvalidRequest for anything but a list."""
+    if values is None:
+        return ()
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise InvalidRequest(f"{name} must be a list, not {type(values).__name__}", param=name)
+    return tuple(values)
+
+
+def _pairs(logit_bias: Any) -> tuple[tuple[int, float], ...]:
+    pairs = _listed("logit_bias", logit_bias.items() if isinstance(logit_bias, Mapping) else logit_bias)
+    try:
+        return tuple((token, value) for token, value in pairs)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest("logit_bias must have a number for each token id", param="logit_bias") from error
 
 
 def _check_ids(name: str, tokens: Sequence[int]) -> None:

@@ -41,14 +41,18 @@ def run_batch(
     `ended[i]` is set to the result of prompt i as it ends. Raises InvalidRequest."""
     check_prompt(prompts)
     single = isinstance(prompts, str) or is_token_ids(prompts) or is_chat(prompts) or is_prompt_dict(prompts)
-    raises = options.pop("on_error", "raise") == "raise"
+    on_error = options.pop("on_error", "raise")
+    if on_error not in ("raise", "return"):
+        raise InvalidRequest(f"on_error must be raise or return, not {on_error!r}", param="on_error")
     progress = options.pop("progress", None)
     items = [prompts] if single else list(prompts)
     pictures = [images] if single else _one_each(images, len(items), "images")
     films = [videos] if single else _one_each(videos, len(items), "videos")
     call = make_call(options, defaults)
     calls = [_made(call, *item) for item in zip(items, pictures, films, strict=True)]
-    return _run_all(frontend, call.sampling.n, calls, ended, progress=progress, single=single, raises=raises)
+    return _run_all(
+        frontend, call.sampling.n, calls, ended, progress=progress, single=single, raises=on_error == "raise"
+    )
 
 
 def _made(call: GenerationCall, prompt: Any, images: Any, videos: Any) -> GenerationCall | HydraError:

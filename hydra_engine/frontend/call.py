@@ -79,8 +79,8 @@ class SamplingOptions(TypedDict, total=False):
     seed: int | None
     max_tokens: int | None
     min_tokens: int
-    stop: str | Sequence[str]
-    stop_token_ids: Sequence[int]
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
     ignore_eos: bool
     repetition_penalty: float
     presence_penalty: float
@@ -89,8 +89,8 @@ class SamplingOptions(TypedDict, total=False):
     skip_special_tokens: bool
     include_stop_str_in_output: bool
     n: int
-    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]]
-    allowed_token_ids: Sequence[int]
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None
+    allowed_token_ids: Sequence[int] | None
     prompt_logprobs: int | None
     grammar: Grammar | None
 
@@ -131,6 +131,15 @@ class BatchOptions(CallOptions, total=False):
 
 _SAMPLING = frozenset(f.name for f in fields(SamplingParams))
 _OTHERS = frozenset(CallOptions.__annotations__) - _SAMPLING
+_KINDS: dict[str, tuple[type, str]] = {
+    "sampling": (SamplingParams, "SamplingParams(...), one for all prompts"),
+    "raw": (bool, "True or False"),
+    "slo": (Slo, "Slo(ttft_s=..., tpot_s=...)"),
+    "cache_salt": (str, "text"),
+    "template": (TemplateOptions, "TemplateOptions(...)"),
+    "pixels": (PixelBudget, "PixelBudget(...)"),
+    "request_id": (str, "text"),
+}
 
 
 def make_call(options: Mapping[str, Any], defaults: SamplingParams, request_id: str | None = None) -> GenerationCall:
@@ -140,6 +149,10 @@ def make_call(options: Mapping[str, Any], defaults: SamplingParams, request_id: 
     if unknown:
         raise InvalidRequest(f"unknown parameter {min(unknown)!r}", param=min(unknown))
     given = {name: options[name] for name in _OTHERS & options.keys() if options[name] is not None}
+    for name, value in {**given, "request_id": request_id or ""}.items():
+        kind, words = _KINDS.get(name, (object, ""))
+        if not isinstance(value, kind):
+            raise InvalidRequest(f"{name} must be {words}, not {type(value).__name__}", param=name)
     sampling = _sampling(
         given.pop("sampling", None),
         {name: options[name] for name in _SAMPLING & options.keys()},

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
+from operator import index
 
 from hydra_engine.clock import Clock
 from hydra_engine.config import MAX_LIMIT_S, MAX_PRIORITY
@@ -186,16 +187,20 @@ class Preprocessor:
         return await self._tokenize(self._prompt_of(call), call.client)
 
     async def detokenize(self, token_ids: Sequence[int], client: str = "") -> str:
-        """Returns the text, special tokens included. Raises InvalidRequest for ids outside the vocabulary."""
-        if len(token_ids) < LONG_TEXT_CHARS:
+        """Returns the text, special tokens included. Raises InvalidRequest for what are no ids of the vocabulary."""
+        if not isinstance(token_ids, Sized) or len(token_ids) < LONG_TEXT_CHARS:
             return self._decode(token_ids)
         return await self._decodes.run(client, self._decode, token_ids)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         vocab_size = self.tokenizer.vocab_size
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        try:
+            ids = [index(id) for id in token_ids]
+        except TypeError as error:
+            raise InvalidRequest("token ids must be a list of integers", param="tokens") from error
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             raise InvalidRequest(f"token ids must be between 0 and {vocab_size - 1}", param="tokens")
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def _check_vocabulary(self, sampling: SamplingParams) -> None:
         vocab_size = self._spec.language.vocab_size

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
@@ -93,8 +94,10 @@ def test_token_ids_of_text_and_of_messages_are_those_of_requests(make_engine: En
     assert raw == asyncio.run(engine.atokenize("Hello!")) and engine.count_tokens("Hello!") == len(raw)
     assert len(raw) == engine.generate("Hello!", max_tokens=1, raw=True).usage.prompt_tokens
     assert engine.detokenize(raw) == asyncio.run(engine.adetokenize(raw)) and engine.detokenize(raw).endswith("Hello!")
-    with pytest.raises(InvalidRequest, match="token ids must be between 0 and"):
-        engine.detokenize([1 << 20])
+    assert engine.detokenize(np.array(raw)) == engine.detokenize(raw)
+    for wrong, words in (([1 << 20], "between 0 and"), ([1.5], "a list of integers"), ("a", "a list"), (5, "a list")):
+        with pytest.raises(InvalidRequest, match=f"token ids must be {words}"):
+            engine.detokenize(wrong)
     turn = [message("What is this?", picture(4))]
     usage = engine.chat(turn, max_tokens=1).usage
     tokens = engine.tokenize(turn)

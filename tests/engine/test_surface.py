@@ -252,6 +252,7 @@ def test_an_error_names_the_file_its_place_and_the_prompt(make_engine: EngineFac
         ({"max_tokens": 10**6}, ContextLengthExceeded, "maximum context length is"),
         ({"nonsense": 1}, InvalidRequest, "nonsense"),
         ({"stop": ["x"] * 17}, InvalidRequest, "stop"),
+        ({"on_error": "retrun"}, InvalidRequest, "on_error must be raise or return, not 'retrun'"),
     ],
     ids=lambda v: str(v)[:30],
 )

@@ -12,7 +12,7 @@ import pytest
 from hydra_engine.core.call import GenerationCall
 from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.errors import InvalidRequest
-from hydra_engine.frontend.call import is_chat, media_parts, with_prompt
+from hydra_engine.frontend.call import is_chat, make_call, media_parts, with_prompt
 
 EMPTY = GenerationCall()
 
@@ -86,3 +86,32 @@ def test_prompts_in_the_form_of_vllm_are_raw_with_their_media() -> None:
 def test_other_habits_get_a_sentence(prompt: Any, images: Any, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         with_prompt(EMPTY, prompt, images)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("sampling", [SamplingParams()], r"SamplingParams\(\.\.\.\), one for all prompts, not list"),
+        ("slo", 0.5, r"Slo\(ttft_s=\.\.\., tpot_s=\.\.\.\), not float"),
+        ("template", {"tools": []}, r"TemplateOptions\(\.\.\.\), not dict"),
+        ("pixels", 1000, r"PixelBudget\(\.\.\.\), not int"),
+        ("raw", "no", "True or False, not str"),
+        ("cache_salt", 5, "text, not int"),
+        ("max_tokens", "4", "an integer between 1 and 1048576"),
+        ("stop", 5, "a list, not int"),
+        ("stop_token_ids", "a", "a list, not str"),
+        ("allowed_token_ids", [[5]], "an integer between 0 and 2147483647"),
+        ("logit_bias", [1], "a number for each token id"),
+        ("ignore_eos", "no", "True or False, not str"),
+        ("grammar", "[a-z]", r"Grammar\(\.\.\.\), not str"),
+    ],
+)
+def test_an_option_of_a_wrong_type_gets_a_sentence(name: str, value: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{name} must (be|have) {words}$") as caught:
+        make_call({name: value}, SamplingParams())
+    assert caught.value.param == name
+
+
+def test_none_for_a_list_is_an_empty_one() -> None:
+    lists = ("stop", "stop_token_ids", "logit_bias", "allowed_token_ids")
+    assert SamplingParams(**dict.fromkeys(lists)) == SamplingParams()
