@@ -11,7 +11,6 @@ import hashlib
 import json
 import shlex
 from html import escape
-from itertools import groupby
 
 from aiohttp import web
 
@@ -23,7 +22,8 @@ from hydra_engine.server.operations import OPERATIONS, Operation
 _STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:52rem;margin:2rem auto;padding:0 1rem}"
     "h2{margin-top:2.5rem}h3{margin:1.5rem 0 0}p{margin:.2rem 0}"
-    "pre{overflow-x:auto;padding:.6rem;border:1px solid #8886;border-radius:4px;font-size:14px}"
+    "pre{white-space:pre-wrap;overflow-wrap:anywhere;font-size:14px}"
+    "pre{padding:.6rem;border:1px solid #8886;border-radius:4px}"
 )
 _HASH = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
 _HEADERS = {
@@ -35,24 +35,21 @@ _HEADERS = {
 
 async def show(request: web.Request) -> web.Response:
     keys, server = request.app[KEYS], f"{request.scheme}://{request.host}"
-    described = [(*route, OPERATIONS[route]) for route in routes_of(request.app) if route in OPERATIONS]
+    routes = [route for route in routes_of(request.app) if route in OPERATIONS]
     parts = [
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f'<meta name="color-scheme" content="light dark"><title>API of hydra-engine</title><style>{_STYLE}</style>'
         f"<h1>API of hydra-engine {__version__}</h1><p>Every field with its bounds: "
         '<a href="openapi.json">openapi.json</a> (OpenAPI 3.1).'
     ]
-    for tag, operations in groupby(sorted(described, key=_tag), key=_tag):
-        parts.append(f"<h2>{escape(tag)}</h2>")
-        for method, path, operation in operations:
+    for tag in dict.fromkeys(operation.tag for operation in OPERATIONS.values()):
+        of_tag = [(*route, OPERATIONS[route]) for route in routes if OPERATIONS[route].tag == tag]
+        parts += [f"<h2>{escape(tag)}</h2>"] if of_tag else []
+        for method, path, operation in of_tag:
             key = "ADMIN_KEY" if path in ADMIN_PATHS else "KEY" if keys.requires_key and path not in OPEN_PATHS else ""
             command = escape(_command(method, f"{server}{path}", operation, key))
             parts.append(f"<h3><code>{method} {path}</code></h3><p>{escape(operation.summary)}<pre>{command}</pre>")
     return web.Response(text="\n".join(parts), content_type="text/html", headers=_HEADERS)
-
-
-def _tag(described: tuple[str, str, Operation]) -> str:
-    return described[2].tag
 
 
 def _command(method: str, url: str, operation: Operation, key: str) -> str:

@@ -191,7 +191,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("POST", "/admin/topology"): Operation(
         "admin",
-        "Changes that while requests are served",
+        "Changes which instances serve which stages while requests are served",
         admin.TopologyAnswer,
         admin.TopologyRequest,
         errors=(*_BODY, 503),
