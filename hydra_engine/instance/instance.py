@@ -152,6 +152,7 @@ class Instance:
         match message:
             case Submit() | Encode():
                 self._add(message, outgoing)
+                self._drop_vision()
             case HandOver():
                 request = self._requests.get(message.request_id)
                 if request is not None:
@@ -162,9 +163,7 @@ class Instance:
                 self._scheduler.reset_caches(kv=message.kv, images=message.images)
             case Abort():
                 self._emit(self._scheduler.abort(message.request_id, self._clock.now()), outgoing)
-                for plan in self._vision_in_flight:
-                    if not self._scheduler.is_needed(plan):
-                        self._worker.drop_vision(plan.step_id)
+                self._drop_vision()
             case QueryLedger():
                 outgoing.append(self._ledger(message.query_id))
             case Shutdown():
@@ -274,6 +273,12 @@ class Instance:
             self._worker.submit_vision(plan)
             plan = self._scheduler.plan_vision(now)
             self._look_outside(outgoing)
+
+    def _drop_vision(self) -> None:
+        """Stops vision steps of which no request needs the features any more."""
+        for plan in self._vision_in_flight:
+            if self._scheduler.may_drop(plan):
+                self._worker.drop_vision(plan.step_id)
 
     def _feed_language(self, outgoing: list[ToFrontend]) -> None:
         """Plans and submits a language step if none is in flight or, with look-ahead, once when the running one is

@@ -211,12 +211,15 @@ class StageScheduler:
         self._next_step += 1
         return step.plan
 
-    def is_needed(self, plan: VisionPlan) -> bool:
-        """True if a request that has not ended uses features that the vision plan in flight computes. Else the caller
-        may stop the step: an image that comes back with an error is encoded again for requests that use it by then."""
+    def may_drop(self, plan: VisionPlan) -> bool:
+        """True if the caller may stop the vision plan in flight: there are requests that have not ended, and none of
+        them uses features that it computes. Alone it goes on, for a client that asks again. Images that come back with
+        an error are encoded again for requests that use them by then."""
         requests = self._requests
         keys = [requests.states[item.request_id].image_keys[item.image_index] for item in plan.items]
-        return any(requests.images.is_needed(key) for key in keys)
+        if any(requests.images.is_needed(key) for key in keys):
+            return False
+        return any(state.ending is None for state in requests.states.values())
 
     def publish(self) -> None:
         """Makes computed blocks findable in the prefix cache. Called while the lanes compute, so that it takes no time

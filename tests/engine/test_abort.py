@@ -45,9 +45,10 @@ def test_cancel_frees_everything(make_engine: EngineFactory, point: str | None, 
         time.sleep(wait_s)
     doomed.cancel()
     doomed.cancel()
+    after = engine.submit("neighbour", **LONG)
     with pytest.raises(RequestAborted):
         doomed.result(30)
-    assert neighbour.result(60).token_ids == expected
+    assert neighbour.result(60).token_ids == after.result(60).token_ids == expected
     assert_at_rest(engine)
     if point == "vis.before_step":
         assert images_encoded(engine) == 0, "what nobody needs is not computed"

@@ -248,6 +248,18 @@ def test_an_encode_is_dropped_when_the_last_request_that_needs_it_has_gone() -> 
     assert not rig.worker.live and rig.scheduler.ledger().at_rest and rig.worker.dropped == [shared.step_id]
 
 
+def test_an_encode_that_nobody_waits_behind_goes_on_for_a_client_that_asks_again() -> None:
+    rig = Rig()
+    for number, name in ((1, "same"), (2, "same"), (3, "other")):
+        rig.submit(make_request(number, Img(4, name=name), 2, max_new=2))
+        rig.turn()
+        if number < 3:
+            rig.worker.inbox.append(Abort(RequestId(number)))
+            rig.turn()
+        assert bool(rig.worker.dropped) == (number == 3), "now another one waits"
+    assert len(rig.worker.vision) == 1
+
+
 def test_the_status_says_what_budgets_allow() -> None:
     rig = Rig()
     rig.submit(make_request(1, 5, max_new=4))

@@ -44,7 +44,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.languages = []  # in flight, the first one runs
         self.most = 2 if sizes["look_ahead"] else 1
         self.visions = []
-        self.unneeded = set()  # steps that the lane may drop, also if a request needs them again
+        self.dropped = set()  # steps that the lane may drop, also if a request needs them again
         self.max_visions = sizes["vision_plans"]
 
     @rule(
@@ -85,7 +85,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data) -> None:
         self.stepper.abort(data.draw(st.integers(1, self.count)))
-        self.unneeded |= {plan.step_id for plan in self.visions if not self.stepper.scheduler.is_needed(plan)}
+        self.dropped |= {plan.step_id for plan in self.visions if self.stepper.scheduler.may_drop(plan)}
 
     @precondition(lambda self: self.count)
     @rule(data=st.data(), failed=st.sampled_from([False, False, True]))
@@ -141,7 +141,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = self.visions.pop(0)
         ids = [item.request_id for item in plan.items]
         bad = data.draw(st.sets(st.sampled_from(ids), max_size=1)) if data.draw(st.integers(0, 9)) == 0 else ()
-        if plan.step_id in self.unneeded and data.draw(st.booleans()):
+        if plan.step_id in self.dropped and data.draw(st.booleans()):
             bad = ids
         self.stepper.end_vision(plan, bad=bad, took_s=0.01)
 
