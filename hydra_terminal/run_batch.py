@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="answers in order of completion; - is standard output",
     )
-    parser.add_argument("--model", metavar="MODEL", help="model directory, hub id, or `demo` (the default)")
+    parser.add_argument("--model", metavar="MODEL", help="model directory, GGUF file, hub id, or `demo` (the default)")
     parser.add_argument(
         "--max-concurrent",
         metavar="N",

@@ -24,7 +24,7 @@ _STANDARD = "-"
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the question; - or none: standard input")
-    parser.add_argument("--model", metavar="MODEL", help="model directory, hub id, or `demo` (the default)")
+    parser.add_argument("--model", metavar="MODEL", help="model directory, GGUF file, hub id, or `demo` (the default)")
     picture = "picture, - for standard input; can be repeated"
     parser.add_argument("--image", action="append", default=[], metavar="FILE", help=picture)
     parser.add_argument("--video", action="append", default=[], metavar="FILE", help="video; can be repeated")

@@ -275,15 +275,15 @@ class EngineConfig:
 
     model: str = opt(
         DEMO_MODEL,
-        "Hugging Face model directory, GGUF file or folder of one, hub id such as Qwen/Qwen2-VL-2B-Instruct of a model "
-        "in the Hugging Face cache, or `demo` for the model that ships with the engine; with --load-format random "
+        "Hugging Face model directory, GGUF file or folder of one, hub id such as Qwen/Qwen2-VL-2B-Instruct or, for "
+        "GGUF files, OWNER/REPO:Q4_K_M, or `demo` for the model that ships with the engine; with --load-format random "
         f"also {', '.join(SHAPES)}, which ship without weights",
     )
     model_folder: str | None = None
     mmproj: str | None = opt(
         None,
-        "GGUF file with the vision tower and projector of a model that is a GGUF file",
-        unset="the only mmproj*.gguf of a model that is a folder",
+        "GGUF file with the vision tower and projector of a model of GGUF files",
+        unset="the only mmproj*.gguf of a model that is a folder, the one of a hub id that fits best",
         kind="file",
     )
     revision: str | None = opt(None, "branch, tag or commit of a hub id", unset="main")

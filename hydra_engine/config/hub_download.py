@@ -31,7 +31,7 @@ def repository_files(name: str, revision: str | None) -> list[HubFile]:
     """Asks the hub for the files of a repository. Raises CheckpointError."""
     from huggingface_hub import HfApi
 
-    with _one_sentence(name, revision):
+    with one_sentence(name, revision):
         siblings = (
             HfApi().model_info(name, revision=revision or "main", files_metadata=True, timeout=_TIMEOUT_S).siblings
         )
@@ -47,7 +47,7 @@ def download_files(name: str, revision: str | None, files: list[HubFile]) -> Non
     from huggingface_hub import hf_hub_download
 
     check_room(name, files)
-    with _one_sentence(name, revision), _interruptible():
+    with one_sentence(name, revision), _interruptible():
         for file in files:  # in this thread, which an interrupt ends; a large file arrives in parallel anyway
             hf_hub_download(name, file.path, revision=revision)
 
@@ -70,19 +70,28 @@ def check_room(name: str, files: list[HubFile]) -> None:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Lets an interrupt raise KeyboardInterrupt, with which huggingface_hub removes the file that it was writing."""
+    """Lets huggingface_hub remove the file that it is writing before SIGINT or SIGTERM does what it did before."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    arrived: list[int] = []
+
+    def interrupt(number: int, _: object) -> None:
+        arrived.append(number)
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+        if arrived:
+            signal.raise_signal(arrived[0])
 
 
 @contextmanager
-def _one_sentence(name: str, revision: str | None) -> Iterator[None]:
+def one_sentence(name: str, revision: str | None) -> Iterator[None]:
     """Turns the errors of huggingface_hub into a HydraError."""
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -105,7 +114,7 @@ def _one_sentence(name: str, revision: str | None) -> Iterator[None]:
     except OfflineModeIsEnabled:
         why = "HF_HUB_OFFLINE forbids it; unset it, or copy the model's folder here and name that"
     except HfHubHTTPError as error:
-        why = f"{_hub()} answers {error.response.status_code}: {_first_line(error)}"
+        why = f"{_hub()} answers {error.response.status_code} {error.response.reason_phrase}; HF_ENDPOINT names the hub"
     except LocalEntryNotFoundError as error:  # hf_hub_download without an answer
         why = _unreachable(error.__cause__ or error)
     except (httpx.HTTPError, httpx.InvalidURL, ConnectionError) as error:

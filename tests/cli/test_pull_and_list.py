@@ -110,17 +110,23 @@ def test_an_interrupt_ends_a_download_which_goes_on_later(tmp_path: Path) -> Non
     """Leaves nothing half-written in the cache; files that were complete are not fetched again."""
     files = {path.name: path.read_bytes() for path in DEMO.iterdir()}
     command = [sys.executable, "-m", "hydra_engine", "pull", NAME]
+    serve = [sys.executable, "-m", "hydra_engine", "serve", NAME, "--download", "--port", "0"]
     environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     environment |= {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    blobs = tmp_path / "hub" / "models--acme--tiny" / "blobs"
     with Hub(NAME, files, stalled=("model.safetensors",)).serving() as hub:
         environment["HF_ENDPOINT"] = hub.url
-        with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as process:
-            assert hub.halfway.wait(60)
-            process.send_signal(signal.SIGINT)
-            _, said = process.communicate(timeout=10)
-        assert process.returncode == 130 and "Traceback" not in said
-    blobs = tmp_path / "hub" / "models--acme--tiny" / "blobs"
-    assert len(list(blobs.iterdir())) > 3 and not list(blobs.glob("*.incomplete"))
+        for started, number, code in (
+            *((command, signal.SIGINT, 130), (command, signal.SIGTERM, -signal.SIGTERM)),
+            *((serve, signal.SIGINT, 130), (serve, signal.SIGTERM, 0)),
+        ):
+            hub.halfway.clear()
+            with subprocess.Popen(started, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as process:
+                assert hub.halfway.wait(60)
+                process.send_signal(number)
+                _, said = process.communicate(timeout=10)
+            assert process.returncode == code and "Traceback" not in said
+            assert len(list(blobs.iterdir())) >= 3 and not list(blobs.glob("*.incomplete"))
     with Hub(NAME, files).serving() as hub:
         environment["HF_ENDPOINT"] = hub.url
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)

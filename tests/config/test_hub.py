@@ -13,7 +13,8 @@ import pytest
 from huggingface_hub import constants
 
 from hydra_engine.config import EngineConfig, find_model
-from hydra_engine.errors import CheckpointError, ConfigError
+from hydra_engine.config.hub_download import one_sentence
+from hydra_engine.errors import CheckpointError, ConfigError, ResourceError
 from hydra_engine.models.specs.registry import load_spec
 from tests.config.hub import Hub, fill_cache
 
@@ -125,6 +126,12 @@ def test_pickles_are_for_the_loader_which_says_what_to_do(cache: Path, tmp_path:
     (files / "pytorch_model.bin").write_bytes(b"pickle")
     snapshot = fill_cache(cache, NAME, files)
     assert find().model_path == snapshot
+
+
+def test_a_full_disk_is_told_as_such(cache: Path) -> None:
+    full = pytest.raises(ResourceError, match=f"'{NAME}' cannot be downloaded: the disk of {cache} is full; make room")
+    with full, one_sentence(NAME, None), open("/dev/full", "wb", buffering=0) as file:
+        file.write(b"x")
 
 
 # ---- a hub, and what it costs to ask
