@@ -341,7 +341,11 @@ class Engine:
         **options: Unpack[BatchOptions],
     ) -> list[Result]: ...
     def generate(
-        self, prompts: Any, images: Any = None, videos: Any = None, **options: Unpack[BatchOptions]
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        images: Images | Sequence[Images] = None,
+        videos: Videos | Sequence[Videos] = None,
+        **options: Unpack[BatchOptions],
     ) -> Result | list[Result]:
         """Generates to the end: one prompt gives a `Result`, a list gives a list of results in the same order.
 
@@ -380,7 +384,11 @@ class Engine:
         **options: Unpack[BatchOptions],
     ) -> list[Result]: ...
     async def agenerate(
-        self, prompts: Any, images: Any = None, videos: Any = None, **options: Unpack[BatchOptions]
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        images: Images | Sequence[Images] = None,
+        videos: Videos | Sequence[Videos] = None,
+        **options: Unpack[BatchOptions],
     ) -> Result | list[Result]:
         """`generate` for an event loop. Cancelling the task cancels what still runs."""
         return await self._await(self._batch(prompts, images, videos, options, []))
@@ -398,7 +406,11 @@ class Engine:
         **options: Unpack[BatchOptions],
     ) -> list[Result]: ...
     def chat(
-        self, messages: Any, images: Any = None, videos: Any = None, **options: Unpack[BatchOptions]
+        self,
+        messages: Messages | Sequence[Messages],
+        images: Images | Sequence[Images] = None,
+        videos: Videos | Sequence[Videos] = None,
+        **options: Unpack[BatchOptions],
     ) -> Result | list[Result]:
         """Answers one conversation, a list of messages {"role": .., "content": ..}, or a list of conversations;
         otherwise like `generate`, with the same keywords. `images` and `videos` fill the places that the messages leave
@@ -421,7 +433,11 @@ class Engine:
         **options: Unpack[BatchOptions],
     ) -> list[Result]: ...
     async def achat(
-        self, messages: Any, images: Any = None, videos: Any = None, **options: Unpack[BatchOptions]
+        self,
+        messages: Messages | Sequence[Messages],
+        images: Images | Sequence[Images] = None,
+        videos: Videos | Sequence[Videos] = None,
+        **options: Unpack[BatchOptions],
     ) -> Result | list[Result]:
         """`chat` for an event loop. Cancelling the task cancels what still runs."""
         return await self._await(self._batch(messages, images, videos, options, []))
