@@ -140,8 +140,8 @@ class Loop:
         self._thread.start()
         self._closers: list[Any] = []
 
-    def serve(self, **options: Any) -> Scripted:
-        served = Scripted()
+    def serve(self, engine: StubEngine | None = None, **options: Any) -> Scripted:
+        served = Scripted(engine or StubEngine())
 
         async def listen_here() -> None:
             app = build_app(served.engine, ServerConfig(**options))

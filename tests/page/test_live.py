@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.server.page import events as page_module
 from hydra_engine.telemetry.trace import LiveRequest
 from tests.page.conftest import OpenTab, Scripted
-from tests.server.stub import example_status, instances_of
+from tests.server.stub import StubEngine, example_status, instances_of
 
 pytestmark = pytest.mark.usefixtures("browser")
 Serve = Callable[..., Scripted]
@@ -353,9 +354,15 @@ def test_defaults_of_the_server_are_placeholders(served: Scripted, new_tab: Open
 
 
 @pytest.mark.slow
-def test_a_first_visit_begins_in_the_chat_and_says_what_else_there_is(served: Scripted, new_tab: OpenTab) -> None:
-    served.engine.model_name = "stub"
+def test_a_first_visit_begins_in_the_chat_and_says_what_else_there_is(
+    scripted: Serve, new_tab: OpenTab, tmp_path: Path
+) -> None:
+    (tmp_path / "model").mkdir()
+    served = scripted(engine=StubEngine(model_name=f"{tmp_path}/model"))
     tab = new_tab(served.url, view="").open()
+    tab.wait(".model[title]")
+    chip = tab.get("model-name")
+    assert chip.inner_text() == "model" and str(tmp_path) in (chip.get_attribute("title") or "")
     assert not tab.page.locator(".live").is_visible()
     hint = tab.page.locator("#empty")
     assert "“Engine”, above, shows what the server does now; “Split” shows both." in hint.inner_text()

@@ -67,7 +67,7 @@ export class Pictures {
       };
       return el("li", { class: "picture", "data-testid": "image-preview" },
         pictureButton(picture),
-        el("span", { class: "size" }, bytes(picture.size)),
+        el("span", { class: "size" }, picture.size ? bytes(picture.size) : ""),
         el("button", { type: "button", class: "remove", "aria-label": `Remove ${picture.name}`, onclick: remove }, "×"));
     }));
   }
