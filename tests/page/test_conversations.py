@@ -132,6 +132,7 @@ def test_two_tabs_write_over_nothing(served: Scripted, new_tab: OpenTab) -> None
     assert seen == last
     # What is deleted in one tab is not written again by the other.
     copy = other.page.locator("[aria-current] .talk-name").inner_text()
+    served.engine.pieces = [f"w{i} " for i in range(4000)]
     other.ask("on and on")
     other.wait(".message.assistant >> nth=3")
     press(tab, "Delete", copy)
