@@ -23,7 +23,27 @@ FOREIGN = {
     # vLLM's and SGLang's: refused here, or taken because they change nothing
     "docs/cli.md": {"tensor-parallel-size", "enable-auto-tool-choice", "enable-metrics"},
     "docs/models.md": {"write", "index-url"},  # of the module that writes its table, and pip
-    "docs/quickstart.md": {"index-url"},  # pip
+    "docs/quickstart.md": {"extra-index-url"},  # pip
+    "docs/gpu.md": {"rm", "gpus", "entrypoint"},  # docker
+    # docker, pip, useradd, systemctl and curl
+    "docs/operations.md": {
+        "detach",
+        "name",
+        "restart",
+        "init",
+        "group-add",
+        "read-only",
+        "tmpfs",
+        "cap-drop",
+        "security-opt",
+        "extra-index-url",
+        "system",
+        "home-dir",
+        "shell",
+        "now",
+        "retry",
+        "retry-all-errors",
+    },
     "docs/troubleshooting.md": {"cpuset-cpus"},  # docker
     "kernels/README.md": {"no-deps", "target"},  # pip
 }
@@ -66,6 +86,26 @@ def test_every_flag_and_variable_exists(document: Path) -> None:
     unknown = set(FLAG.findall(text)) - known_flags() - FOREIGN.get(name_of(document), set())
     assert not unknown
     assert not set(VARIABLE.findall(text)) - variables()
+
+
+def test_nothing_reads_as_if_an_index_had_the_package() -> None:
+    """A name that nobody has registered is one that anybody may take."""
+    folders = (
+        "hydra_engine",
+        "hydra_planner",
+        "hydra_terminal",
+        "hydra_quantizer",
+        "hydra_transformers",
+        "bench",
+        "examples",
+    )
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    sources += [*DOCUMENTS, *(path for path in (ROOT / "deploy").iterdir() if path.is_file())]
+    assert not [
+        name_of(path)
+        for path in sources
+        if re.search(r"hydra-engine\[|install '?hydra-engine\b(?! anew)", text_of(path))
+    ]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)

@@ -194,7 +194,11 @@ def _read_file(path: str) -> list[tuple[str | None, str]]:
     except UnicodeDecodeError as error:
         raise ConfigError("the file of API keys is not UTF-8 text", param="api_key_file") from error
     except OSError as error:
-        raise ConfigError(f"cannot read the file of API keys: {error.strerror}", param="api_key_file") from error
+        raise ConfigError(
+            f"cannot read the file of API keys: {path}: {error.strerror}; it must have a line NAME:KEY for each client "
+            "and be readable by this user; in a container it must be mounted there",
+            param="api_key_file",
+        ) from error
     if len(text) > MAX_FILE_BYTES:
         raise ConfigError(f"the file of API keys has more than {MAX_FILE_BYTES} characters", param="api_key_file")
     lines = ((number, line.strip()) for number, line in enumerate(text.split("\n"), 1))
