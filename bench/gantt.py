@@ -61,7 +61,7 @@ def draw_gantt(requests: Requests, path: str | Path, *, title: str = "") -> None
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("a Gantt chart needs matplotlib: pip install 'hydra-engine[bench]'") from error
+        raise ConfigError("a Gantt chart needs matplotlib: pip install matplotlib") from error
     everyone = sorted((request for request in requests if request[2]), key=lambda request: request[1])
     if not everyone:
         raise ConfigError("a Gantt chart needs at least one request with a timeline")

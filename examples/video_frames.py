@@ -1,7 +1,7 @@
 """A question about a video: python examples/video_frames.py [MODEL VIDEO]
 
 The demo takes no videos. Without a model this makes a miniature of Qwen2.5-VL with random weights: it shows the way,
-and its words mean nothing. With one, VIDEO is a file or a URL (files need `pip install 'hydra-engine[video]'`).
+and its words mean nothing. With one, VIDEO is a file or a URL (files need PyAV, `pip install av`).
 """
 
 import sys

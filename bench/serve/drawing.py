@@ -1,6 +1,6 @@
 """Draws one PNG for each mode from the JSON document alone, so that a document drawn again gives the same picture.
 
-Needs matplotlib (`pip install hydra-engine[bench]`). Does not know how anything was measured.
+Needs matplotlib (`pip install matplotlib`). Does not know how anything was measured.
 """
 
 from __future__ import annotations

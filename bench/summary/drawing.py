@@ -1,6 +1,6 @@
 """Draws the rows that have a goal as one PNG: how much of the moonshot each has reached, and where par lies.
 
-Needs matplotlib (`pip install hydra-engine[bench]`). Does not know how anything was measured.
+Needs matplotlib (`pip install matplotlib`). Does not know how anything was measured.
 """
 
 from __future__ import annotations

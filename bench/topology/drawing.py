@@ -1,6 +1,6 @@
 """Pictures of real topologies beside simulated ones, from the JSON document alone.
 
-Needs matplotlib (`pip install hydra-engine[bench]`). Does not know how anything was measured.
+Needs matplotlib (`pip install matplotlib`). Does not know how anything was measured.
 """
 
 from __future__ import annotations

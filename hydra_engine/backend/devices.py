@@ -202,9 +202,9 @@ def _torch_problem() -> str:
 
 def _triton_problem() -> str:
     """The reason why Triton or this project's kernels for it cannot be imported, a clause; empty if they can."""
-    for name in ("triton", "hydra_kernels"):
+    for name, remedy in (("triton", "pip install triton"), ("hydra_kernels", "install hydra-engine anew")):
         try:
             importlib.import_module(name)
         except ImportError as error:
-            return f"{name} cannot be imported ({error}); install hydra-engine[cuda]"[:200]
+            return f"{name} cannot be imported ({error}); {remedy}"[:200]
     return ""

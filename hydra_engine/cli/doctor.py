@@ -123,7 +123,7 @@ def _flashinfer() -> str:
     """The reason why FlashInfer cannot be used, or its available kernels. Imports it."""
     missing = import_module("hydra_engine.backend.cuda.attention_choice").flashinfer_missing()
     if missing:
-        return f"{missing}; `pip install -U hydra-engine[cuda]` adds it, Triton's kernels do without"
+        return f"{missing}; `pip install -U flashinfer-python` adds it, Triton's kernels do without"
     kernels = import_module("hydra_engine.backend.cuda.flashinfer_kernels").installed()
     return f"{kernels.describe()} are compiled; {kernels.problem}" if kernels.problem else "compiles at first use"
 

@@ -76,7 +76,7 @@ class ServerConfig:
     otlp_endpoint: str | None = opt(
         None,
         "URL of an OpenTelemetry collector (OTLP over HTTP, such as http://127.0.0.1:4318): a trace per request with a "
-        "span per stage; needs hydra-engine[otel]",
+        "span per stage; needs OpenTelemetry's packages (extra otel)",
     )
     record_workload: str | None = opt(
         None,

@@ -47,7 +47,7 @@ class Traced:
 
 
 class Tracer:
-    """An exporter of spans. Use it from one thread. Raises ConfigError unless `hydra-engine[otel]` is installed."""
+    """An exporter of spans. Use it from one thread. Raises ConfigError unless the extra otel is installed."""
 
     def __init__(self, endpoint: str) -> None:
         try:
@@ -59,7 +59,9 @@ class Tracer:
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as error:
             raise ConfigError(
-                "otlp_endpoint needs OpenTelemetry: pip install 'hydra-engine[otel]'", param="otlp_endpoint"
+                "otlp_endpoint needs OpenTelemetry: "
+                "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http",
+                param="otlp_endpoint",
             ) from error
         log.adopt_logger("opentelemetry")
         self._trace = trace

@@ -86,7 +86,7 @@ def test_flashinfer_is_refused_where_it_is_not_installed_or_cannot_compute(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    with pytest.raises(BackendError, match="the package is not installed; `pip install -U hydra-engine"):
+    with pytest.raises(BackendError, match="the package is not installed; `pip install -U flashinfer-python`"):
         choose("flashinfer")
     monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace())
     with pytest.raises(BackendError, match=r"the package is older than 0\.4; `pip install"):
@@ -244,7 +244,7 @@ def test_the_doctor_says_what_is_missing_and_which_kernels_there_are(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    assert doctor._flashinfer().startswith("the package is not installed; `pip install -U hydra-engine[cuda]` adds it")
+    assert doctor._flashinfer().startswith("the package is not installed; `pip install -U flashinfer-python` adds it")
     monkeypatch.setitem(sys.modules, "flashinfer", installation(tmp_path, FA2_128, DECODE_128, sources=False))
     assert doctor._flashinfer() == "decode-128, fa2-128 are compiled; its package has no sources to compile more"
     monkeypatch.setattr(flashinfer_kernels, "installed", FlashKernels)

@@ -344,7 +344,7 @@ def test_bytes_frames_and_pixels_have_limits() -> None:
 
 def test_without_pyav_the_user_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hydra_engine.preprocess.media.opening.find_spec", lambda name: None)
-    with pytest.raises(InvalidRequest, match=r"install PyAV \(hydra-engine\[video\]\)"):
+    with pytest.raises(InvalidRequest, match=r"install PyAV \(pip install av\)"):
         inspected_video(video(), LIMITS)
 
 

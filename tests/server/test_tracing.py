@@ -203,7 +203,7 @@ def test_without_the_library_the_server_says_so(monkeypatch: pytest.MonkeyPatch)
         return real(name, *arguments)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(ConfigError, match=r"pip install 'hydra-engine\[otel\]'") as caught:
+    with pytest.raises(ConfigError, match=r"pip install opentelemetry-sdk") as caught:
         build_app(StubEngine(), ServerConfig(otlp_endpoint="http://127.0.0.1:4318"))
     assert caught.value.exit_code == 2
     build_app(StubEngine(), ServerConfig())  # nobody else needs it

@@ -154,7 +154,7 @@ def resolve_attention(name: str, *, on_gpu: bool, dtype: torch.dtype, heads: Hea
         )
     if missing := flashinfer_missing():
         raise BackendError(
-            f"attention_backend flashinfer: {missing}; `pip install -U hydra-engine[cuda]` or set attention_backend to "
+            f"attention_backend flashinfer: {missing}; `pip install -U flashinfer-python` or set attention_backend to "
             "triton",
             param="attention_backend",
         )

@@ -262,7 +262,7 @@ def inspected_video(data: bytes, limits: MediaConfig) -> bytes:
         )
     if not decodes_videos():
         raise InvalidRequest(
-            "this server decodes no video files; install PyAV (hydra-engine[video]) or send the frames as images",
+            "this server decodes no video files; install PyAV (pip install av) or send the frames as images",
             code="video_not_supported",
         )
     return data
