@@ -88,11 +88,14 @@ def _pull(name: str) -> str:
 def _snapshot_rows(name: str, flag: str, folder: Path) -> Iterator[Row]:
     files = _files(folder)
     paths = [path.relative_to(folder).as_posix() for path in files]
-    for model, tag in zip(gguf_models(paths), model_tags(paths), strict=True):
+    models = gguf_models(paths)
+    for model, tag in zip(models, model_tags(paths), strict=True):
         full = f"{name}:{tag}{flag}"
         yield _gguf_row(full, folder, model, choose_mmproj(paths, model[0]), _pull(full))
     if not has_gguf_alone(paths):
         yield _folder_row(name + flag, folder, _pull(name + flag))
+    elif not models:  # an mmproj alone
+        yield _row(name + flag, files, problem=f"incomplete, without a text model: {_pull(name + flag)}")
 
 
 def _models_below(folder: Path) -> Iterator[Row]:

@@ -126,7 +126,8 @@ def hub_name(model: str) -> tuple[str, str | None] | None:
     found = _HUB_ID.fullmatch(model)
     if found is None:
         return None
-    return found[1], None if found[2] is None else found[2][1:].removesuffix("latest")
+    tag = None if found[2] is None else found[2][1:]
+    return found[1], "" if tag == "latest" else tag  # Ollama's word for the default
 
 
 def _cached(config: EngineConfig, name: str) -> Path | None:

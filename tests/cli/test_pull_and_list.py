@@ -141,6 +141,9 @@ def test_list_shows_the_models_and_what_is_wrong_with_them(here: Here, cache: Pa
     (files / "cut-Q4_0.gguf").write_bytes(model.read_bytes()[:1000])
     (files / "big-F16-00001-of-00002.gguf").touch()
     fill_cache(cache, GGUF, files)
+    (tmp_path / "towers").mkdir()
+    (tmp_path / "towers" / "mmproj-F16.gguf").touch()
+    fill_cache(cache, "acme/towers", tmp_path / "towers")
     fill_cache(cache, NAME, DEMO)
     fill_cache(cache, NAME, DEMO, revision="v2", commit="f" * 40, without=("model.safetensors",))
     broken = tmp_path / "mine" / "acme" / "bert"
@@ -168,6 +171,7 @@ def test_list_shows_the_models_and_what_is_wrong_with_them(here: Here, cache: Pa
     assert lines[6] == f"{GGUF}:F16 - F16 0 B DATE {missing}: {rest.format(f'{GGUF}:F16')}"
     assert lines[7].startswith(f"{GGUF}:Q4_0 - Q4_0 {cut} DATE cut-Q4_0.gguf is truncated")
     assert lines[8] == f"{GGUF}:Q8_0 llama Q8_0 {gguf} DATE"
+    assert lines.pop(9).endswith(f"incomplete, without a text model: {rest.format('acme/towers')}")
     assert lines[9].endswith("architecture 'BertModel' has no native implementation")
     assert lines[9].startswith("mine/acme/bert - - ")
     assert [line.split()[0] for line in lines[10:]] == [

@@ -12,7 +12,9 @@ from huggingface_hub import constants
 from hydra_engine.config import EngineConfig, find_model
 from hydra_engine.config.hub import ModelPaths, find_hub_model
 from hydra_engine.errors import CheckpointError, ConfigError, ResourceError
+from hydra_engine.preprocess.model_files import find_model_files, is_gguf_model
 from tests.config.hub import Hub, fill_cache
+from tests.models.specs.test_model_files import text as gguf_text
 
 NAME = "acme/Tiny-VL-GGUF"
 PARTS = [f"BF16/x-BF16-0000{number}-of-00002.gguf" for number in (1, 2)]
@@ -70,6 +72,16 @@ def test_a_tag_names_a_cached_model_and_its_mmproj(cache: Path, tmp_path: Path) 
         find_model(EngineConfig(model=NAME))
     with pytest.raises(ConfigError, match="GGUF files are for native models"):
         find(NAME, model_impl="transformers")
+
+
+def test_a_gguf_file_may_have_any_name(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blobs of Ollama's store and of the Hugging Face cache are called by their hashes."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    path = gguf_text(cache.parent / "model.gguf").rename(cache.parent / "sha256-0123")
+    config = find_model_files(EngineConfig(model="sha256-0123"))
+    assert is_gguf_model(config) and (config.model_path / "model-00001.gguf").resolve() == path
+    with pytest.raises(ConfigError, match="MODEL is a file"):
+        find_model_files(EngineConfig(model="sha256-0123", revision="v2"))
 
 
 def test_an_id_of_both_kinds_is_safetensors_unless_it_has_a_tag(cache: Path) -> None:
