@@ -180,6 +180,8 @@ def with_prompt(
 def _parts_of_prompt(prompt: Mapping[str, Any], images: Any, videos: Any) -> tuple[Any, Any, Any]:
     """(text or token ids, images, videos) of a prompt in vLLM's form. Raises InvalidRequest."""
     media = prompt.get("multi_modal_data") or {}
+    if not isinstance(media, Mapping):
+        raise InvalidRequest('multi_modal_data must be a dict: {"image": picture}', param="prompt")
     unknown = [*(prompt.keys() - {"prompt", "prompt_token_ids", "multi_modal_data"}), *(media.keys() - set(_MEDIA))]
     if unknown:
         raise InvalidRequest(

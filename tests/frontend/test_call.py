@@ -74,6 +74,7 @@ def test_prompts_in_the_form_of_vllm_are_raw_with_their_media() -> None:
     [
         ({"prompt": "a", "multi_modal_data": {"audio": b"a"}}, None, "take out 'audio'"),
         ({"prompt": "a", "mm_processor_kwargs": {}}, None, "take out 'mm_processor_kwargs'"),
+        ({"prompt": "a", "multi_modal_data": [b"a"]}, None, "multi_modal_data must be a dict"),
         ({"prompt": "a", "multi_modal_data": {"image": b"a"}}, b"b", "not both"),
         ({"promt": "a"}, None, "not dict without prompt or prompt_token_ids"),
         ({"role": "user", "content": "a"}, None, "not dict; put the message into a list"),
@@ -81,7 +82,7 @@ def test_prompts_in_the_form_of_vllm_are_raw_with_their_media() -> None:
         ("a", SamplingParams(), r"write sampling=SamplingParams\(\.\.\.\)"),
         ("a", [SamplingParams(), SamplingParams()], r"write sampling=SamplingParams\(\.\.\.\)"),
     ],
-    ids=["audio", "options", "twice", "typo", "message", "bytes", "sampling", "samplings"],
+    ids=["audio", "options", "list", "twice", "typo", "message", "bytes", "sampling", "samplings"],
 )
 def test_other_habits_get_a_sentence(prompt: Any, images: Any, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
