@@ -39,6 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _prepare_process(command: str) -> None:
     if command in _SERVERS:
         signal.signal(signal.SIGTERM, _end_at_once if command == "serve" else _end)
+    if command in ("run", "chat"):  # which leave the terminal as it was
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, _leave_terminal)
     if command == "serve" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # A KeyboardInterrupt while a dataclass is made would end the process by the signal, even if caught: CPython
         # takes one that leaves `exec` of a string for unhandled.
@@ -90,6 +94,13 @@ def _end(number: int, _frame: object) -> NoReturn:
     """Ends the process by SystemExit. A second signal ends it at once."""
     signal.signal(number, signal.SIG_DFL)
     raise SystemExit(0 if number == signal.SIGTERM else 130)
+
+
+def _leave_terminal(number: int, _frame: object) -> NoReturn:
+    """Ends the process by SystemExit, with the exit code of a process that the signal has ended. A second signal ends
+    it at once."""
+    signal.signal(number, signal.SIG_DFL)
+    raise SystemExit(128 + number)
 
 
 def _run(given: list[str]) -> int:

@@ -1,11 +1,12 @@
-"""Commands for a person at a terminal: a chat client for any server with OpenAI's API, answers to a file of requests,
-a load generator and benchmarks of the source tree, models fetched and listed, and completion for shells.
+"""Commands for a person at a terminal: a chat with an engine or with any server of OpenAI's API, answers to a file of
+requests, a load generator and benchmarks of the source tree, models fetched and listed, and completion for shells.
 
 A package beside the engine, in the same wheel: it uses the engine's settings, timelines and parsers.
 """
 
 from hydra_engine.cli.commands import Command
 
+RUN = Command("start an engine and chat with it in the terminal", "hydra_terminal.run", position=15)
 CHAT = Command("chat with a running server in the terminal", "hydra_terminal.chat", position=21)
 RUN_BATCH = Command(
     "answer a file of requests in OpenAI's batch format with an embedded engine",

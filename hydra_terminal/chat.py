@@ -7,7 +7,9 @@ printed.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
@@ -15,7 +17,7 @@ import msgspec
 
 from hydra_engine.cli.options import DEFAULT_URL, add_sampling_options, sampling_from
 from hydra_engine.cli.summary import timeline_lines
-from hydra_engine.config import environment_api_keys
+from hydra_engine.config import MediaConfig, environment_api_keys
 from hydra_engine.core.outputs import SloReport, StageSpan
 from hydra_engine.errors import ConfigError, RequestFailed
 from hydra_terminal.client import Answer, Client, ServerError
@@ -26,10 +28,15 @@ from hydra_terminal.screen import Screen
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "%(prog)s [options]"
+    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--url", default=DEFAULT_URL, metavar="URL", help="the server (default: %(default)s)")
     parser.add_argument("--model", default=None, metavar="NAME", help="one of the server's models; default: its first")
     parser.add_argument("--api-key", default=None, metavar="KEY", help="the server's API key (default: HYDRA_API_KEY)")
+    add_chat_options(parser)
+
+
+def add_chat_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of a conversation, wherever its server is."""
     parser.add_argument("--system", default=None, metavar="TEXT", help="system prompt")
     parser.add_argument(
         "--image", action="append", default=[], metavar="FILE", help="picture for the first question; can be repeated"
@@ -44,13 +51,34 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.words:
+        model = shlex.quote(arguments.words[0][:60])
+        hint = f"give its address with --url; `hydra-engine run {model}` starts one"
+        raise ConfigError(f"chat talks to a running server: {hint}")
     keys = environment_api_keys()
     client = Client(arguments.url, arguments.api_key or (keys[0] if keys else None))
+    conversation = conversation_from(arguments)
     try:
         first = client.model(lambda message: sys.stderr.write(f"hydra-engine: {message}\n"))
-        return Session(arguments, client, arguments.model or first).run()
+        model = arguments.model or first
+        return Session(conversation, client, model, arguments, greeting=f"{model} at {client.url}").run()
     except ServerError as error:
         raise RequestFailed(error.message) from error
+
+
+def conversation_from(
+    arguments: argparse.Namespace, videos: Sequence[str] = (), limits: MediaConfig | None = None
+) -> Conversation:
+    """Returns the conversation that the options begin, with what is attached to its first question. Raises ConfigError
+    and InvalidRequest."""
+    settings = {name: value for name, value in sampling_from(arguments).items() if value != ()}
+    conversation = Conversation(arguments.system, settings)
+    if limits is not None:
+        conversation.limits = limits
+    for kind, words in (("image", arguments.image), ("video", videos)):
+        for word in words:
+            conversation.attach(word, kind)
+    return conversation
 
 
 _OTHER_COLUMNS = 62  # of a timeline's line, besides the bar
@@ -61,21 +89,30 @@ _DETAILS = (("image_tokens", "of pictures"), ("cached_tokens", "cached"))
 class Session:
     """The loop: reads a line, executes a command or sends a question, and shows the answer as it arrives."""
 
-    def __init__(self, arguments: argparse.Namespace, client: Client, model: str) -> None:
+    def __init__(
+        self, conversation: Conversation, client: Client, model: str, arguments: argparse.Namespace, *, greeting: str
+    ) -> None:
         self._client = client
         self._model = model
         self._interactive = sys.stdin.isatty() and sys.stdout.isatty()
         self._screen = Screen(sys.stdout, plain=arguments.plain)
-        settings = {name: value for name, value in sampling_from(arguments).items() if value != ()}
-        self._conversation = Conversation(arguments.system, settings)
+        self._conversation = conversation
         timeline = self._interactive if arguments.timeline is None else arguments.timeline
-        self._commands = Commands(self._conversation, self._screen, model=model, timeline=timeline)
-        self._prompt = Prompt(self._interactive, tuple(COMMANDS))
-        if arguments.image:
-            self._commands.attach(arguments.image, "image")
+        self._commands = Commands(conversation, self._screen, model=model, timeline=timeline)
+        self._greeting = greeting
+
+    def ask(self, question: str) -> int:
+        """Asks one question and returns the exit code. An interrupt ends the answer and is raised."""
+        self._interactive = False
+        self._conversation.ask(question)
+        return 0 if self._send() else 1
 
     def run(self) -> int:
-        self._screen.note(f"{self._model} at {self._client.url}. /help lists the commands, /quit leaves.")
+        """Talks until the user leaves; returns the exit code."""
+        self._prompt = Prompt(self._interactive, tuple(COMMANDS))
+        self._screen.note(f"{self._greeting}. /help lists the commands, /quit leaves.")
+        for item in self._conversation.attached:
+            self._screen.note(f"attached {item.described}")
         failed = leaving = False
         try:
             while True:

@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import Path
 
 from hydra_engine.errors import ConfigError
-from hydra_terminal.conversation import Attachment, Conversation, Turn, attachment
+from hydra_terminal.conversation import Conversation, Turn
 from hydra_terminal.screen import Screen
 
 HELP = """\
@@ -22,7 +22,7 @@ HELP = """\
   /history          show the conversation
   /save FILE        write the conversation as JSON
   /timeline on|off  show the time of each stage after an answer
-  /help, /quit      this text; quit (also Ctrl-D)
+  /help, /quit      this text; quit (also /bye, Ctrl-D)
 A line that ends with \\ continues on the next one. Ctrl-C stops an answer. // sends a line that begins with a slash."""
 
 
@@ -54,11 +54,9 @@ class Commands:
 
     def attach(self, given: list[str], kind: str) -> None:
         for word in given:
-            item = attachment(word, kind)
-            self._conversation.attached.append(item)
-            self._screen.note(f"attached {_described(item)}")
+            self._screen.note(f"attached {self._conversation.attach(word, kind).described}")
         if not given:
-            shown = ", ".join(map(_described, self._conversation.attached))
+            shown = ", ".join(item.described for item in self._conversation.attached)
             self._screen.say(shown or f"nothing is attached; /{kind} PATH attaches something to the next question")
 
     def help(self, _: str) -> None:
@@ -136,6 +134,10 @@ COMMANDS: dict[str, Callable[[Commands, str], Next | None]] = {
     "/help": Commands.help,
     "/quit": lambda *_: Next.LEAVE,
     "/exit": lambda *_: Next.LEAVE,
+    # As in Ollama:
+    "/bye": lambda *_: Next.LEAVE,
+    "/clear": Commands.new,
+    "/?": Commands.help,
 }
 
 
@@ -145,10 +147,6 @@ def _words(text: str) -> list[str]:
         return shlex.split(text)
     except ValueError:
         return [text]
-
-
-def _described(item: Attachment) -> str:
-    return f"{item.name} ({item.note})" if item.note else item.name
 
 
 def _shown(turn: Turn) -> str:

@@ -17,8 +17,6 @@ from hydra_engine.config import MediaConfig
 from hydra_engine.core.units import size
 from hydra_engine.errors import ConfigError
 
-_LIMITS = MediaConfig()  # a server's default limits
-MAX_BYTES = {"image": _LIMITS.max_image_bytes, "video": _LIMITS.max_video_bytes}
 _KINDS = ("image", "video")
 # The names that /set accepts: numeric fields of a request.
 NUMBERS: dict[str, type] = {
@@ -35,6 +33,10 @@ class Attachment:
     name: str
     url: str
     note: str = ""
+
+    @property
+    def described(self) -> str:
+        return f"{self.name} ({self.note})" if self.note else self.name
 
     def part(self) -> dict[str, Any]:
         field = f"{self.kind}_url"
@@ -57,13 +59,21 @@ class Turn:
 
 @dataclass(slots=True)
 class Conversation:
-    """The turns and settings. `question` is the last question without an answer; `/retry` sends it again."""
+    """The turns and settings. `question` is the last question without an answer; `/retry` sends it again. `limits`: the
+    server's, by default those of a server with default options."""
 
     system: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+    limits: MediaConfig = field(default_factory=MediaConfig)
     turns: list[Turn] = field(default_factory=list)
     attached: list[Attachment] = field(default_factory=list)
     question: Turn | None = None
+
+    def attach(self, word: str, kind: str) -> Attachment:
+        """Attaches a picture or a video to the next question. Raises ConfigError."""
+        item = attachment(word, kind, self.limits)
+        self.attached.append(item)
+        return item
 
     def ask(self, text: str) -> None:
         self.question = Turn("user", text, tuple(self.attached))
@@ -107,7 +117,7 @@ class Conversation:
             raise ConfigError(f"{name} takes {kind}, or off") from error
 
 
-def attachment(word: str, kind: str = "image") -> Attachment:
+def attachment(word: str, kind: str, limits: MediaConfig) -> Attachment:
     """An attachment from a path, a file:// or http(s):// address, or a data URI. Raises ConfigError."""
     if word.startswith(("http://", "https://")):
         return Attachment(kind, urlsplit(word).path.rsplit("/", 1)[-1] or word[:60], word, "fetched by the server")
@@ -115,8 +125,9 @@ def attachment(word: str, kind: str = "image") -> Attachment:
         return Attachment(kind, "data URI", word)
     path = Path(unquote(urlsplit(word).path)) if word.startswith("file://") else Path(word).expanduser()
     try:
-        if path.stat().st_size > MAX_BYTES[kind]:
-            raise ConfigError(f"{path} is larger than {size(MAX_BYTES[kind])}, which servers refuse")
+        max_bytes = limits.max_video_bytes if kind == "video" else limits.max_image_bytes
+        if path.stat().st_size > max_bytes:
+            raise ConfigError(f"{path} is larger than {size(max_bytes)}, which servers refuse")
         data = path.read_bytes()
     except (OSError, ValueError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or "no such file"

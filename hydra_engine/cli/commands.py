@@ -78,7 +78,7 @@ def build_parser(only: str | None = None) -> tuple[Parser, dict[str, Parser]]:
         prog="hydra-engine",
         usage="%(prog)s COMMAND [options]",
         description="An inference engine for vision-language models on one node.",
-        epilog="Start here: `hydra-engine demo`, then `hydra-engine serve demo`. "
+        epilog="Start here: `hydra-engine run demo`, then `hydra-engine serve demo`. "
         "`hydra-engine COMMAND --help` explains one command.",
     )
     parser.add_argument("--version", action="version", version=f"hydra-engine {__version__}")

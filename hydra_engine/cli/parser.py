@@ -55,7 +55,13 @@ class Parser(argparse.ArgumentParser):
         if not any(action.nargs == argparse.REMAINDER for action in self._actions) and self._subparsers is None:
             given = [_dashed(argument) for argument in given]
             self._refuse_other_words(given)
-        return super().parse_known_args(given, namespace)
+        namespace, extra = super().parse_known_args(given, namespace)
+        # argparse ends a list of arguments at the first flag.
+        if extra and (rest := next((action for action in self._actions if action.nargs == "*"), None)) is not None:
+            words = [argument for argument in extra if not argument.startswith("-")]
+            setattr(namespace, rest.dest, [*getattr(namespace, rest.dest), *words])
+            extra = [argument for argument in extra if argument.startswith("-")]
+        return namespace, extra
 
     def _refuse_other_words(self, given: Sequence[str]) -> None:
         """Ends with an error for a word with one dash, such as llama.cpp's `-hf`, which argparse reads as `-h` and the

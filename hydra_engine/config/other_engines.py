@@ -28,7 +28,7 @@ INSTEAD: dict[str, tuple[str, ...]] = {
     "a Hugging Face name is MODEL, as in `hydra-engine serve ORG/REPO-GGUF:Q4_K_M --download`": (
         *("hf", "hfr", "hff", "hf-repo", "hf-file"),
     ),
-    "ask with `hydra-engine generate PROMPT`": ("p", "prompt"),
+    "ask with `hydra-engine run MODEL QUESTION`, or `hydra-engine generate PROMPT`": ("p", "prompt"),
     "give --max-num-seqs, how many requests run at once": ("np", "parallel", "max-running-requests"),
     "give --token-budget, how many tokens one step takes": (
         *("b", "ub", "batch-size", "ubatch-size", "chunked-prefill-size", "max-prefill-tokens", "n-batch"),
@@ -124,7 +124,8 @@ _BY_NAME = {name: reason for reasons in (ANYWAY, INSTEAD) for reason, names in r
 # Commands of Ollama, vLLM, SGLang and llama.cpp.
 _COMMANDS: dict[str, tuple[str, ...]] = {
     "write `hydra-engine serve MODEL`": ("llama-server", "launch-server", "api-server", "start", "launch"),
-    "`hydra-engine generate PROMPT` answers one prompt": ("complete", "llama-cli", "llama-mtmd-cli", "llama-run"),
+    "write `hydra-engine run MODEL`": ("llama-cli", "llama-mtmd-cli", "llama-run"),
+    "`hydra-engine generate PROMPT` answers one prompt": ("complete",),
     "`hydra-engine quantize MODEL OUT` writes a checkpoint in 8 or 4 bits": ("llama-quantize",),
     "`hydra-engine profile MODEL` measures the steps of a model": ("llama-bench", "benchmark"),
     "`hydra-engine doctor` describes this machine": ("collect-env",),

@@ -298,7 +298,7 @@ def test_a_mistyped_command_is_told_which_was_meant(typed: str, meant: str, here
             "-hf is not an option here: a Hugging Face name is MODEL, as in `hydra-eng",
         ),
         (("serve", "-h8"), "-h8 is not an option"),
-        (("generate", "x", "-p", "y"), "-p is not an option here: ask with `hydra-engine generate PROMPT`"),
+        (("generate", "x", "-p", "y"), "-p is not an option here: ask with `hydra-engine run MODEL QUESTION`"),
         (("serve", "demo", "-c", "4096"), "-c is not an option here: give --max-model-len"),
         (("serve", "demo", "--ctx-size=4096"), "--ctx-size is not an option here: give --max-model-len"),
         (("serve", "--context_length", "4096"), "--context-length is not an option here: give --max-model-len"),
