@@ -175,6 +175,17 @@ def test_a_server_with_a_key_keeps_conversations_in_the_tab(scripted: Serve, new
     with tab.page.expect_download() as waiting:
         tab.press("Export JSON")
     assert "sesame" not in waiting.value.path().read_text()
+    # Deleted while its answer grows, it does not come back.
+    served.engine.token_s, served.engine.pieces = 0.05, [f"w{i} " for i in range(2000)]
+    tab.ask("go on")
+    tab.wait(".message.assistant >> nth=1")
+    press(tab, "Delete", "a secret")
+    tab.wait("#empty")
+    tab.until(lambda: len(served.engine.cancelled) == 1)
+    tab.page.wait_for_timeout(100)
+    assert names(tab) == [] and "secret" not in tab.page.evaluate("JSON.stringify({...sessionStorage})")
+    tab.press("Undo")
+    tab.wait("[data-testid=talk]")
     other = Tab(tab.page.context.new_page(), tab.url).open(state="denied")
     assert names(other) == [] and "secret" not in json.dumps(other.page.evaluate("({...localStorage})"))
     tab.page.on("dialog", lambda dialog: dialog.accept())
@@ -199,6 +210,14 @@ def test_what_does_not_fit_is_said_and_the_words_are_kept(served: Scripted, new_
     tab.page.reload()
     tab.wait(".message.assistant >> nth=1")
     assert tab.page.locator(".sent .gone").inner_text() == "not kept" and asked(served)[-1] == "large"
+    # Data that is cleared under an open page ends nothing.
+    devtools.send("Storage.clearDataForOrigin", {"origin": tab.url, "storageTypes": "indexeddb"})
+    tab.get("new-chat").click()
+    tab.wait("#empty")
+    say(tab, "after")
+    tab.page.reload()
+    tab.wait(".message.assistant")
+    assert names(tab) == ["after"] and kept(tab) == [1, 0]
     # Without a database the tab's storage is used.
     tab = new_tab(served.url, view="chat")
     tab.page.add_init_script("delete window.indexedDB; Object.defineProperty(window, 'indexedDB', {value: undefined})")

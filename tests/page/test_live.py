@@ -442,6 +442,10 @@ def test_contrast_and_the_choice_of_a_theme(served: Scripted, new_tab: OpenTab, 
     tab.wait("[data-request-id='chatcmpl-abc']")
     tab.wait(".hljs-keyword")
     assert tab.page.evaluate(_CONTRAST) == []
+    tab.press("Chat")  # with the list
+    tab.wait("[data-testid=talk]")
+    assert tab.page.evaluate(_CONTRAST) == []
+    tab.press("Split")
     ground = "getComputedStyle(document.body).backgroundColor"
     own = tab.page.evaluate(ground)
     button = tab.page.locator("#theme-button")

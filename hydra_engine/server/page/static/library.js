@@ -171,7 +171,10 @@ export class Library {
       return await promise;
     } catch (error) {
       reportError(error);
-      if (!this.inTab) this.#store = new TabStore();
+      if (!this.inTab) {
+        this.#store = new TabStore();
+        this.open.revision = ""; // it is not there yet
+      }
       return otherwise;
     }
   }

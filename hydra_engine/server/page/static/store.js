@@ -71,7 +71,7 @@ export class BrowserStore {
 
   /** Runs `work(talks, media)` in one transaction; returns, once it is committed, what its requests or its promise gave. */
   async #run(mode, work) {
-    this.#opening ??= open();
+    this.#opening ??= open(() => { this.#opening = null; });
     const transaction = (await this.#opening).transaction([TALKS, MEDIA], mode);
     const done = new Promise((resolve, reject) => {
       transaction.oncomplete = resolve;
@@ -85,14 +85,18 @@ export class BrowserStore {
   }
 }
 
-function open() {
+/** `closed()`: the browser has closed the database, for it was cleared; it is opened again. */
+function open(closed) {
   return new Promise((resolve, reject) => {
     const opening = indexedDB.open(DATABASE, 1);
     opening.onupgradeneeded = () => {
       opening.result.createObjectStore(TALKS, { keyPath: "id" });
       opening.result.createObjectStore(MEDIA);
     };
-    opening.onsuccess = () => resolve(opening.result);
+    opening.onsuccess = () => {
+      opening.result.onclose = closed;
+      resolve(opening.result);
+    };
     opening.onerror = () => reject(opening.error);
   });
 }
@@ -114,9 +118,11 @@ export class TabStore {
     return this.#read().find((record) => record.id === id);
   }
 
-  async put(record) {
+  async put(record, { anyway = false } = {}) {
+    const all = this.#read(), others = all.filter(({ id }) => id !== record.id);
+    if (!anyway && record.revision && others.length === all.length) return Kept.DELETED;
     record.revision = newRequestId();
-    return this.#write([record, ...this.#read().filter(({ id }) => id !== record.id)]);
+    return this.#write([record, ...others]);
   }
 
   async delete(id) {
