@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from hydra_engine.cli.options import SAMPLING
 from hydra_engine.config import MediaConfig
+from hydra_engine.core.sampling import PARAMETERS
 from hydra_engine.core.units import size
 from hydra_engine.errors import ConfigError
 
 _KINDS = ("image", "video")
 # The names that /set accepts: numeric fields of a request.
 NUMBERS: dict[str, type] = {
-    **{name: kind for name, kind, _ in SAMPLING},
-    **{"min_tokens": int, "priority": int, "ttft_ms": float, "tpot_ms": float},
+    **{p.name: p.kind for p in PARAMETERS.values() if p.flag and p.kind in (int, float)},
+    **{"priority": int, "ttft_ms": float, "tpot_ms": float},
 }
 
 

@@ -13,6 +13,7 @@ from hydra_engine.config import ServerConfig
 from hydra_engine.config.fields import Option
 from hydra_engine.config.options import all_options, described_default, variable_of
 from hydra_engine.config.other_engines import ANYWAY, INSTEAD, REQUEST_INSTEAD, replacement_for
+from hydra_engine.core.sampling import PARAMETERS
 
 PATH = Path(__file__).parents[1] / "docs" / "options.md"
 _KINDS = {bool: "switch", int: "whole number", float: "number", str: "text", tuple: "list of texts"}
@@ -35,12 +36,18 @@ number of seconds, a switch `on` or `off`; as a flag a switch is `--ui` or `--no
 `limit-mm-per-prompt` with `{"image": 4, "video": 0}` for `max-images` and `max-videos`. An option without a keyword
 belongs to the server.
 """
+_PARAMETERS = """## Parameters of a request
+
+Fields of `SamplingParams`, of a request's body (`grammar` is `response_format` there), and keywords of `generate`,
+`chat` and `submit`; [api.md](api.md) has the other fields. The model's generation_config.json may have other defaults.
+"""
 
 
 def page() -> str:
     parts = [_HEAD]
     for title, options in grouped_options({option.field: option for option in all_options()}):
         parts.append(f"## {title[0].upper()}{title[1:]}\n\n{_table(options)}")
+    parts.append(f"{_PARAMETERS}\n{_parameters()}")
     refused, taken = (
         _words({name: str(replacement_for(name)) for names in table.values() for name in names})
         for table in (INSTEAD, ANYWAY)
@@ -68,6 +75,19 @@ def _table(options: Iterable[Option]) -> str:
             option.help,
         )
         rows.append(" | ".join(cell.replace("|", "\\|") for cell in cells))
+    return "".join(f"| {row} |\n" for row in rows)
+
+
+def _parameters() -> str:
+    rows = ["name | flag of `generate` and `chat` | type | default | what", " | ".join(["---"] * 5)]
+    for parameter in PARAMETERS.values():
+        flag = f"`--{parameter.name.replace('_', '-')}`" if parameter.flag else ""
+        kind = _KINDS.get(parameter.kind, parameter.kind.__name__).removesuffix(" of texts")
+        if parameter.low is not None and parameter.high is not None:
+            kind += f", {parameter.low:.12g} to {parameter.high:.12g}" if parameter.name != "seed" else ", 64 bits"
+        default = ("off", "on")[parameter.default] if parameter.kind is bool else parameter.default
+        default = "" if default in (None, ()) else default
+        rows.append(f"`{parameter.name}` | {flag} | {kind} | {default} | {parameter.help}")
     return "".join(f"| {row} |\n" for row in rows)
 
 

@@ -24,7 +24,7 @@ from hydra_engine.config.options import (
     described_default,
     options_by_name,
 )
-from hydra_engine.core.sampling import SamplingParams
+from hydra_engine.core.sampling import PARAMETERS, SamplingParams
 
 DEFAULT_URL = "http://127.0.0.1:8000"  # a server with default options
 
@@ -183,34 +183,25 @@ def _add_option(group: argparse._ArgumentGroup, option: Option) -> None:
         shown_as["help"] = argparse.SUPPRESS  # the help of the name lists its aliases
 
 
-SAMPLING: tuple[tuple[str, type, str], ...] = (
-    ("temperature", float, "0: always the most likely token"),
-    ("top_p", float, "sample from the smallest set of tokens with this total probability"),
-    ("top_k", int, "sample from this many most likely tokens; 0: all"),
-    ("min_p", float, "sample from tokens at least this likely relative to the most likely one"),
-    ("seed", int, "same seed, same text"),
-    ("max_tokens", int, "most new tokens"),
-    ("repetition_penalty", float, "above 1: repeated tokens become less likely"),
-    ("presence_penalty", float, "-2 to 2; lowers tokens that have occurred"),
-    ("frequency_penalty", float, "-2 to 2; lowers tokens by how often they have occurred"),
-)
+_SAMPLING = [parameter for parameter in PARAMETERS.values() if parameter.flag]
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling", "Defaults are those of the model's generation_config.json.")
-    for name, kind, text in SAMPLING:
-        group.add_argument(
-            "--" + name.replace("_", "-"),
-            dest=name,
-            type=kind,
-            help=text,
-            metavar=_METAVARS[kind],
-        )
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop string; can be repeated")
+    for parameter in _SAMPLING:
+        flag = "--" + parameter.name.replace("_", "-")
+        shown_as: dict[str, Any] = {"dest": parameter.name, "help": parameter.help}
+        if parameter.kind is bool:
+            group.add_argument(flag, action="store_true", default=None, **shown_as)
+        elif parameter.kind is tuple:
+            group.add_argument(flag, action="append", default=[], metavar="TEXT", **shown_as)
+        else:
+            group.add_argument(flag, type=parameter.kind, metavar=_METAVARS[parameter.kind], **shown_as)
 
 
 def sampling_from(arguments: argparse.Namespace) -> dict[str, Any]:
     """The given sampling options. Raises InvalidRequest for an invalid value, before a model is loaded."""
-    chosen = {name: value for name, _, _ in SAMPLING if (value := getattr(arguments, name)) is not None}
-    SamplingParams(**chosen, stop=tuple(arguments.stop))
-    return chosen | {"stop": tuple(arguments.stop)}
+    chosen = {p.name: value for p in _SAMPLING if (value := getattr(arguments, p.name)) is not None}
+    chosen["stop"] = tuple(arguments.stop)
+    SamplingParams(**chosen)
+    return chosen

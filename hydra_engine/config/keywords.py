@@ -22,7 +22,7 @@ from hydra_engine.config.options import MEDIA_LIMITS, all_options, media_limits,
 from hydra_engine.config.other_engines import Spelling, reason_ignored, unknown_name
 from hydra_engine.config.server import ServerConfig
 from hydra_engine.config.values import value_from_object
-from hydra_engine.core.sampling import SamplingParams
+from hydra_engine.core.sampling import PARAMETERS
 from hydra_engine.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -179,7 +179,7 @@ def _option(name: str) -> Option:
     written = name[:_SHOWN]
     if (other := options_by_name().get(name.replace("_", "-"))) is not None:
         sentence = f"{written} is an option of the server, `hydra-engine serve {other.flag}`"
-    elif any(name == f.name for f in fields(SamplingParams)):
+    elif name in PARAMETERS:
         sentence = f"{written} is set for each request: generate(.., {written}=..)"
     else:
         known = [name.replace("_", "-") for name in (*_keywords(), *PARTS, _LIMITS)]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from types import UnionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from hydra_engine.core.grammar import Grammar
 from hydra_engine.errors import InvalidRequest
@@ -20,6 +20,13 @@ MAX_CHOICES = 64
 MAX_BIASED_TOKENS = 1024
 MAX_ALLOWED_TOKENS = 1 << 16
 MAX_LISTED_TOKENS = 1 << 20  # entries of logit_bias and allowed_token_ids, over all answers of one request
+
+
+def _parameter(
+    default: Any, help: str, low: float | None = None, high: float | None = None, *, flag: bool = True
+) -> Any:
+    """Declares a parameter. `low`, `high`: bounds of a number. `flag`: commands have it as a flag."""
+    return field(default=default, metadata={"help": help, "low": low, "high": high, "flag": flag})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,27 +59,31 @@ class SamplingParams:
     and too many entries.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0 or -1: off
-    min_p: float = 0.0
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logprobs: int | None = None
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    n: int = 1
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: tuple[int, ...] = ()
-    prompt_logprobs: int | None = None
-    grammar: Grammar | None = None
+    temperature: float = _parameter(1.0, "0: always the most likely token", 0.0, 2.0)
+    top_p: float = _parameter(1.0, "sample from the smallest set of tokens with this total probability", 0.0, 1.0)
+    top_k: int = _parameter(0, "sample from this many most likely tokens; 0: all", -1, 1 << 20)
+    min_p: float = _parameter(0.0, "sample from tokens at least this likely relative to the most likely one", 0.0, 1.0)
+    seed: int | None = _parameter(None, "same seed, same text", -(1 << 63), (1 << 64) - 1)
+    max_tokens: int | None = _parameter(None, "most new tokens", 1, MAX_TOKENS_LIMIT)
+    min_tokens: int = _parameter(0, "fewest new tokens before the text may end", 0, MAX_TOKENS_LIMIT)
+    stop: tuple[str, ...] = _parameter((), "stop string; can be repeated")
+    stop_token_ids: tuple[int, ...] = _parameter((), "token ids that end the text", flag=False)
+    ignore_eos: bool = _parameter(False, "do not end at the model's end of a text")
+    repetition_penalty: float = _parameter(1.0, "above 1: repeated tokens become less likely", 0.01, 10.0)
+    presence_penalty: float = _parameter(0.0, "-2 to 2; lowers tokens that have occurred", -2.0, 2.0)
+    frequency_penalty: float = _parameter(0.0, "-2 to 2; lowers tokens by how often they have occurred", -2.0, 2.0)
+    logprobs: int | None = _parameter(None, "log probabilities of this many best tokens", 0, MAX_LOGPROBS, flag=False)
+    skip_special_tokens: bool = _parameter(True, "leave special tokens out of the text", flag=False)
+    include_stop_str_in_output: bool = _parameter(False, "keep the stop string in the text", flag=False)
+    n: int = _parameter(1, "answers to the prompt", 1, MAX_CHOICES, flag=False)
+    logit_bias: tuple[tuple[int, float], ...] = _parameter((), "added to logits, by token id", flag=False)
+    allowed_token_ids: tuple[int, ...] = _parameter((), "the only tokens that may be sampled; empty: all", flag=False)
+    prompt_logprobs: int | None = _parameter(
+        None, "log probabilities of the prompt's tokens and of this many best ones", 0, MAX_LOGPROBS, flag=False
+    )
+    grammar: Grammar | None = field(
+        default=None, metadata={"help": "the language that the output must be in", "flag": False}
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _listed("stop", self.stop))
@@ -166,34 +177,40 @@ class SamplingParams:
         return self.penalises or self.grammar is not None
 
 
-# name, lowest, highest; None is allowed where the default is None. ints must be ints, bools are not numbers.
-_RANGES: tuple[tuple[str, float, float], ...] = (
-    ("temperature", 0.0, 2.0),
-    ("top_p", 0.0, 1.0),
-    ("top_k", -1, 1 << 20),
-    ("min_p", 0.0, 1.0),
-    ("seed", -(1 << 63), (1 << 64) - 1),
-    ("max_tokens", 1, MAX_TOKENS_LIMIT),
-    ("min_tokens", 0, MAX_TOKENS_LIMIT),
-    ("repetition_penalty", 0.01, 10.0),
-    ("presence_penalty", -2.0, 2.0),
-    ("frequency_penalty", -2.0, 2.0),
-    ("logprobs", 0, MAX_LOGPROBS),
-    ("n", 1, MAX_CHOICES),
-    ("prompt_logprobs", 0, MAX_LOGPROBS),
-)
-_INTEGERS = frozenset(
-    {"top_k", "seed", "max_tokens", "min_tokens", "logprobs", "stop_token_ids"}
-    | {"n", "prompt_logprobs", "allowed_token_ids", "logit_bias token ids"}
-)
+class Parameter(NamedTuple):
+    """A field of SamplingParams. `kind` is int, float, bool, tuple or Grammar; None is a value if `optional`."""
+
+    name: str
+    kind: type
+    default: Any
+    help: str
+    optional: bool
+    low: float | None = None
+    high: float | None = None
+    flag: bool = True
+
+
+def _parameters() -> Iterator[Parameter]:
+    hints = get_type_hints(SamplingParams)
+    for f in fields(SamplingParams):
+        kinds = [kind for kind in (get_args(hints[f.name]) or (hints[f.name],)) if kind is not type(None)]
+        optional = type(None) in get_args(hints[f.name])
+        kind = get_origin(hints[f.name]) if not optional and get_origin(hints[f.name]) else kinds[0]
+        yield Parameter(f.name, kind, f.default, optional=optional, **f.metadata)
+
+
+PARAMETERS = {parameter.name: parameter for parameter in _parameters()}
+# Bounds of numbers. ints must be ints, bools are not numbers.
+_RANGES = tuple((p.name, p.low, p.high) for p in PARAMETERS.values() if p.low is not None and p.high is not None)
+_INTEGERS = frozenset(p.name for p in PARAMETERS.values() if p.kind is int) | {
+    *("stop_token_ids", "allowed_token_ids", "logit_bias token ids"),
+}
 _KINDS: tuple[tuple[str, type | UnionType, str], ...] = (
-    ("ignore_eos", bool, "True or False"),
-    ("skip_special_tokens", bool, "True or False"),
-    ("include_stop_str_in_output", bool, "True or False"),
+    *((p.name, bool, "True or False") for p in PARAMETERS.values() if p.kind is bool),
     ("grammar", Grammar | None, "Grammar(...)"),
 )
 _MAX_TOKEN_ID = (1 << 31) - 1
-_OPTIONAL = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs"})
+_OPTIONAL = frozenset(p.name for p in PARAMETERS.values() if p.optional)
 
 
 def _listed(name: str, values: Any) -> tuple[Any, ...]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from os import PathLike
 from typing import Any, Literal, Protocol, TypedDict, cast
 
 import numpy.typing as npt
 from PIL import Image
 
+from hydra_engine.config.other_engines import unknown_parameter
 from hydra_engine.core.call import (
     MAX_CALL_ID_CHARS,
     MAX_MESSAGES,
@@ -35,7 +36,7 @@ from hydra_engine.core.call import (
 from hydra_engine.core.grammar import Grammar, response_grammar
 from hydra_engine.core.prompting import DETAILS, MAX_TOOLS, PixelBudget, TemplateOptions
 from hydra_engine.core.request import Slo
-from hydra_engine.core.sampling import SamplingParams
+from hydra_engine.core.sampling import PARAMETERS, SamplingParams
 from hydra_engine.errors import InvalidRequest
 
 
@@ -129,7 +130,7 @@ class BatchOptions(CallOptions, total=False):
     progress: bool | None
 
 
-_SAMPLING = frozenset(f.name for f in fields(SamplingParams))
+_SAMPLING = frozenset(PARAMETERS)
 _OTHERS = frozenset(CallOptions.__annotations__) - _SAMPLING
 _KINDS: dict[str, tuple[type, str]] = {
     "sampling": (SamplingParams, "SamplingParams(...), one for all prompts"),
@@ -147,7 +148,8 @@ def make_call(options: Mapping[str, Any], defaults: SamplingParams, request_id: 
     `defaults`. Raises InvalidRequest."""
     unknown = options.keys() - _SAMPLING - _OTHERS
     if unknown:
-        raise InvalidRequest(f"unknown parameter {min(unknown)!r}", param=min(unknown))
+        known = (*_SAMPLING, *BatchOptions.__annotations__, "images", "videos")
+        raise InvalidRequest(unknown_parameter(min(unknown), known), param=min(unknown))
     given = {name: options[name] for name in _OTHERS & options.keys() if options[name] is not None}
     for name, value in {**given, "request_id": request_id or ""}.items():
         kind, words = _KINDS.get(name, (object, ""))
