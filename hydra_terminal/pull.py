@@ -30,7 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--trust-remote-code", action="store_true", help="as of serve; fetches the code that comes with the model too"
     )
     parser.epilog = (
-        "Where the cache is, HF_HOME and the other variables of huggingface_hub say. An interrupted download goes on "
+        "HF_HOME and the other variables of huggingface_hub set the cache's place. An interrupted download goes on "
         "with the files that are missing. `hydra-engine list` shows what is there."
     )
 

@@ -35,6 +35,7 @@ from hydra_engine.core.options import NATIVE
 from hydra_engine.errors import CheckpointError, ConfigError
 
 _HUB_ID = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*)(:[A-Za-z0-9._-]*)?")
+_MAX_ID = 200  # characters; the hub's names have fewer than 100
 _CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -124,7 +125,7 @@ def hub_name(model: str) -> tuple[str, str | None] | None:
     """The repository of a hub id and the tag behind its colon, empty for the default one and None without colon; None
     for what is no hub id."""
     found = _HUB_ID.fullmatch(model)
-    if found is None:
+    if found is None or len(model) > _MAX_ID:
         return None
     tag = None if found[2] is None else found[2][1:]
     return found[1], "" if tag == "latest" else tag  # Ollama's word for the default

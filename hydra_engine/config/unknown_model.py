@@ -26,14 +26,15 @@ def unknown_model(model: str) -> HydraError:
     if not model.strip():
         return ConfigError(f"MODEL is empty; {_KINDS}", param="model")
     if found := _URL.fullmatch(model):
-        return CheckpointError(f"{shown} is an address; write {_from_address(found[1], found[2], found[3] or '')}")
+        written = _plain(_from_address(found[1], found[2], found[3] or ""))
+        return CheckpointError(f"{shown} is an address; write {written}")
     if "://" in model:
         return CheckpointError(f"{shown} is an address; {_KINDS}")
     if os.path.isfile(model):
         return _wrong_file(Path(model))
-    if model.startswith("~"):
+    if model.startswith("~") and "\0" not in model:
         home = os.path.expanduser(model)
-        meant = f"write {home[:200]}" if os.path.exists(home) else f"and there is no {home[:200]}"
+        meant = f"write {_plain(home)}" if os.path.exists(home) else f"and there is no {_plain(home)}"
         return CheckpointError(f"there is no model directory {shown}: the shell has not replaced ~; {meant}")
     if _OLLAMA.fullmatch(model):
         near = nearest_model(model.partition(":")[0])
@@ -88,11 +89,11 @@ def _wrong_file(path: Path) -> CheckpointError:
     if path.suffix in (".bin", ".pt", ".pth", ".ckpt"):
         kind = "is a file of PyTorch's, which can run code when opened and is not read"
     elif path.suffix == ".safetensors" and not is_model_folder(folder):
-        kind = f"has weights alone; beside it config.json and the tokenizer are missing in {str(folder)[:200]}"
+        kind = f"has weights alone; beside it config.json and the tokenizer are missing in {_plain(str(folder))}"
     else:
         kind = "is a file of a model" if is_model_folder(folder) else "is a file, and no GGUF file"
     if is_model_folder(folder):
-        return CheckpointError(f"{shown} {kind}; MODEL is its folder, {str(folder)[:200]}")
+        return CheckpointError(f"{shown} {kind}; MODEL is its folder, {_plain(str(folder))}")
     return CheckpointError(f"{shown} {kind}; {_KINDS}")
 
 
@@ -159,4 +160,9 @@ def _folders(folder: Path) -> list[Path]:
 
 def _listed(names: list[str]) -> str:
     more = len(names) - _NUM_LISTED
-    return ", ".join(name[:200] for name in names[:_NUM_LISTED]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(map(_plain, names[:_NUM_LISTED])) + (f" and {more} more" if more > 0 else "")
+
+
+def _plain(name: str) -> str:
+    """The name for a message of one line."""
+    return name[:200] if name.isprintable() else repr(name[:200])

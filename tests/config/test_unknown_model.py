@@ -76,6 +76,11 @@ def test_it_names_the_nearest_right_thing(model: str, said: str) -> None:
     assert said in error.message and isinstance(error, CheckpointError)
 
 
+@pytest.mark.parametrize("model", ["~\0", "~a\nb", "a\nb", "x/" * 3000, "a/b:" + "c" * 5000, "\udcff", "hf.co/a\n/b"])
+def test_any_text_is_answered_in_one_short_line(model: str) -> None:
+    assert len(refusal(model).message) < 1000
+
+
 def test_an_empty_name_is_a_wrong_setting() -> None:
     for model in ("", "  "):
         error = refusal(model)
