@@ -42,6 +42,7 @@ FOREIGN = {
         "shell",
         "now",
         "retry",
+        "retry-delay",
         "retry-all-errors",
     },
     "docs/troubleshooting.md": {"cpuset-cpus"},  # docker
