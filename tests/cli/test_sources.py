@@ -300,6 +300,22 @@ def test_what_config_prints_is_a_file_with_sources_and_without_secrets(
     assert len(changed) < 16 and of_file("\n".join(changed), tmp_path).engine() == before.engine()
 
 
+def test_what_is_found_at_the_start_has_a_comment(tmp_path: Path) -> None:
+    def comments(*arguments: str) -> dict[str, str]:
+        lines = [line.partition("  # ") for line in config_lines(chosen(*arguments))]
+        assert of_file("\n".join(map("".join, lines)), tmp_path).engine() == chosen(*arguments).engine()
+        return {name.split(":")[0].strip(): comment for name, _, comment in lines if ": null" in name or ": []" in name}
+
+    anywhere = comments()
+    for option in all_options():
+        if option.unset:
+            assert anywhere[option.name] == f"default: {option.unset}"
+    assert anywhere["max-model-len"] == "default: what the model allows"
+    on_cpu = comments("--device", "cpu")
+    assert (on_cpu["max-num-seqs"], on_cpu["token-budget"]) == ("default: 64", "default: 512")
+    assert on_cpu["kv-cache-gib"] == anywhere["kv-cache-gib"]
+
+
 def test_all_defaults_are_no_lines() -> None:
     assert config_lines(chosen(), changed_only=True) == ["{}  # all defaults"]
 
