@@ -125,6 +125,8 @@ _BY_NAME = {name: reason for reasons in (ANYWAY, INSTEAD) for reason, names in r
 _COMMANDS: dict[str, tuple[str, ...]] = {
     "write `hydra-engine serve MODEL`": ("llama-server", "launch-server", "api-server", "start", "launch"),
     "write `hydra-engine run MODEL`": ("llama-cli", "llama-mtmd-cli", "llama-run"),
+    "write `hydra-engine pull MODEL`": ("download",),
+    "write `hydra-engine list`": ("ls", "models"),
     "`hydra-engine generate PROMPT` answers one prompt": ("complete",),
     "`hydra-engine quantize MODEL OUT` writes a checkpoint in 8 or 4 bits": ("llama-quantize",),
     "`hydra-engine profile MODEL` measures the steps of a model": ("llama-bench", "benchmark"),

@@ -158,5 +158,6 @@ def test_an_instance_that_dies_is_started_again(environment: dict[str, str]) -> 
         os.kill(instance, signal.SIGKILL)
         terminal.type("What is two plus three?\n")
         terminal.until("Two plus three is five.\n")
+        terminal.until("\n> ")
         terminal.type("\x04")
         assert terminal.ended() == 0
