@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import base64
 import csv
+import fcntl
 import gzip
 import hashlib
 import io
@@ -56,6 +57,10 @@ def main() -> None:
     parser.add_argument("pythons", nargs="*", help="names or paths; those that are found, unless given")
     options = parser.parse_args()
     pythons = choose(options.pythons)
+    ENVIRONMENTS.mkdir(parents=True, exist_ok=True)
+    # Held until the process ends: what setuptools stages is in folders of the tree.
+    lock = os.open(ENVIRONMENTS / "lock", os.O_CREAT | os.O_RDWR, 0o644)
+    fcntl.flock(lock, fcntl.LOCK_EX)
     os.environ["SOURCE_DATE_EPOCH"] = str(epoch := commit_date())
     shutil.rmtree(options.dir, ignore_errors=True)
     options.dir.mkdir(parents=True)
