@@ -42,7 +42,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 def test_the_packages_beside_the_engine_add_their_commands_to_the_tree() -> None:
     found = load_entry_points(GROUP)
-    terminal = ["bench", "chat", "completion", "list", "pull", "run-batch"]
+    terminal = ["bench", "chat", "completion", "list", "pull", "run", "run-batch"]
     assert sorted(found) == sorted([*terminal, "memory", "plan", "profile", "quantize", "reproduce"])
     assert all(isinstance(command, Command) for command in found.values())
     assert load_entry_points("hydra_engine.nothing") == {}
