@@ -1,8 +1,9 @@
 """Throughput of the engine: TTFT, TPOT and tokens per second at several numbers of concurrent requests.
 
 Every request brings a picture of its own; all start at once, in the embedded engine; greedy, end-of-sequence ignored.
-`python -m bench.throughput --model DIR --concurrency 1,4,8,16 --tokens 64 --threads 1`. Latency under arrivals over
-HTTP is `bench.serve`. The last line of the output is one JSON document.
+`python -m bench.throughput --model DIR --concurrency 1,4,8,16 --tokens 64 --threads 1`; with `--option
+load_format=random --option quantization=int4` a model of which there are no weights, in 4 bits. Latency under arrivals
+over HTTP is `bench.serve`. The last line of the output is one JSON document.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import resource
 import sys
 import time
+from typing import Any
 
 from bench.common import card, emit
 from bench.workload import QUESTION, Point, pictures, point
@@ -28,13 +30,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=1, help="the median by tokens per second is reported")
     parser.add_argument("--no-deterministic", action="store_true")
     parser.add_argument("--backend", default="auto")
-    parser.add_argument("--option", action="append", default=[], metavar="NAME=INT", help="any integer engine option")
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="any engine option")
+    parser.add_argument("--picture-size", type=int, default=336, metavar="PIXELS", help="side of the pictures")
     parser.add_argument("--quick", action="store_true", help="few tokens, small concurrency")
     return parser.parse_args()
 
 
-def measure(engine: Engine, concurrency: int, tokens: int, seed: int) -> Point:
-    images = pictures(concurrency, seed=seed)
+def measure(engine: Engine, concurrency: int, tokens: int, size: int, seed: int) -> Point:
+    images = pictures(concurrency, size, seed)
     sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     began = time.perf_counter()
     handles = [engine.submit(QUESTION, image, sampling=sampling) for image in images]
@@ -52,7 +55,8 @@ def main() -> None:
     tokens = arguments.tokens
     if arguments.quick:
         levels, tokens = [n for n in levels if n <= 4], min(tokens, 32)
-    options = {name: int(value) for name, value in (o.split("=", 1) for o in arguments.option)}
+    size = arguments.picture_size
+    options: dict[str, Any] = dict(option.split("=", 1) for option in arguments.option)
     began = time.perf_counter()
     with Engine(
         arguments.model,
@@ -64,10 +68,10 @@ def main() -> None:
     ) as engine:
         ready_s = time.perf_counter() - began
         summary = engine.summary
-        measure(engine, min(2, max(levels)), min(tokens, 8), seed=99)
+        measure(engine, min(2, max(levels)), min(tokens, 8), size, seed=99)
         points = []
         for level in levels:
-            tries = [measure(engine, level, tokens, seed=100 * level + r) for r in range(arguments.repeats)]
+            tries = [measure(engine, level, tokens, size, seed=100 * level + r) for r in range(arguments.repeats)]
             chosen = sorted(tries, key=lambda p: p.tokens_per_s)[len(tries) // 2]
             points.append(chosen)
             print(
@@ -88,6 +92,8 @@ def main() -> None:
             "deterministic": summary.deterministic,
             "ops": summary.backend,
             "threads": summary.threads,
+            "options": options,
+            "picture_size": size,
             "points": [dataclasses.asdict(p) for p in points],
             "card": card(),
         }

@@ -34,6 +34,7 @@ from hydra_engine.preprocess.text.tokenizer import load_tokenizer
 SPECIAL = {  # ids as the published tokenizers have them
     "llava-1.5-7b": {"<s>": 1, "</s>": 2, "<image>": 32000, "<pad>": 32001},
     "qwen2-vl-7b": {"<|im_start|>": 151644, "<|im_end|>": 151645, "<|vision_start|>": 151652, "<|image_pad|>": 151655},
+    "qwen2.5-vl-3b": {"<|endoftext|>": 151643, "<|image_pad|>": 151655, "</tool_call>": 151658},
     "qwen2.5-vl-7b": {"<|endoftext|>": 151643, "<|video_pad|>": 151656, "<tool_call>": 151657, "<|file_sep|>": 151664},
 }
 # Of the tower's last layer and the norm behind it, which nobody reads and we do not hold.
@@ -71,13 +72,14 @@ def test_parameters_are_those_of_transformers_to_the_last_one(name: str) -> None
 
 
 def test_sizes_as_published() -> None:
-    llava, qwen2, qwen25 = (spec_of(name) for name in SHAPES)
+    llava, qwen2, small, qwen25 = (spec_of(name) for name in SHAPES)
     assert (llava.dtype, llava.max_model_len, llava.eos_token_ids) == ("float16", 4096, (2,))
     assert (qwen2.dtype, qwen2.max_model_len, qwen25.max_model_len) == ("bfloat16", 32768, 128000)
-    for qwen in (qwen2, qwen25):
+    assert small.language.tie_embeddings and small.language.hidden_size == 2048
+    for qwen in (qwen2, small, qwen25):
         assert qwen.language.rope_sections == (16, 24, 24) and qwen.eos_token_ids == (151645, 151643)
         assert qwen.vision is not None and qwen.vision.max_tokens_per_image == 16384
-    for spec, tokens in ((llava, 576), (qwen2, 1024), (qwen25, 1024)):
+    for spec, tokens in ((llava, 576), (qwen2, 1024), (small, 1024), (qwen25, 1024)):
         assert spec.vision is not None
         assert sum(item.num_tokens for item in spec.vision.plan_image(896, 896).items) == tokens
 
@@ -152,7 +154,10 @@ def check(spec: ModelSpec) -> None:
     assert len(spreads) == 2 * spec.language.num_layers
     assert all(0.3 < spread < 8 for spread in spreads), spreads
     assert 0.3 < float(features.std()) < 3 and features.isfinite().all()
-    assert 0.5 < float(logits.std()) < 2 and float(logits.abs().max()) < 10
+    # Rows of 0.5 meet rows of a head, of which each component is small, or those of the embedding, of 0.5 each.
+    language = spec.language
+    expected = 0.25 * language.hidden_size**0.5 if language.tie_embeddings else 1.0
+    assert 0.5 < float(logits.std()) / expected < 2 and float(logits.abs().max()) / expected < 10
 
 
 @pytest.mark.slow
