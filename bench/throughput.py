@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import os
 import resource
 import sys
@@ -31,13 +32,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--no-deterministic", action="store_true")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="any engine option")
-    parser.add_argument("--picture-size", type=int, default=336, metavar="PIXELS", help="side of the pictures")
+    parser.add_argument(
+        "--picture-size",
+        default="336",
+        metavar="PIXELS,..",
+        help="sides of the pictures, one after another; 0: text alone",
+    )
     parser.add_argument("--quick", action="store_true", help="few tokens, small concurrency")
     return parser.parse_args()
 
 
 def measure(engine: Engine, concurrency: int, tokens: int, size: int, seed: int) -> Point:
-    images = pictures(concurrency, size, seed)
+    images = pictures(concurrency, size, seed) if size else [None] * concurrency
     sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     began = time.perf_counter()
     handles = [engine.submit(QUESTION, image, sampling=sampling) for image in images]
@@ -55,7 +61,7 @@ def main() -> None:
     tokens = arguments.tokens
     if arguments.quick:
         levels, tokens = [n for n in levels if n <= 4], min(tokens, 32)
-    size = arguments.picture_size
+    sizes = [int(n) for n in arguments.picture_size.split(",")]
     options: dict[str, Any] = dict(option.split("=", 1) for option in arguments.option)
     began = time.perf_counter()
     with Engine(
@@ -68,14 +74,14 @@ def main() -> None:
     ) as engine:
         ready_s = time.perf_counter() - began
         summary = engine.summary
-        measure(engine, min(2, max(levels)), min(tokens, 8), size, seed=99)
+        measure(engine, min(2, max(levels)), min(tokens, 8), max(sizes), seed=99)
         points = []
-        for level in levels:
+        for size, level in itertools.product(sizes, levels):
             tries = [measure(engine, level, tokens, size, seed=100 * level + r) for r in range(arguments.repeats)]
             chosen = sorted(tries, key=lambda p: p.tokens_per_s)[len(tries) // 2]
-            points.append(chosen)
+            points.append({"picture_size": size, **dataclasses.asdict(chosen)})
             print(
-                f"{chosen.concurrency:3} concurrent  {chosen.tokens_per_s:8.2f} tok/s  "
+                f"{size:4} pixels  {chosen.concurrency:3} concurrent  {chosen.tokens_per_s:8.2f} tok/s  "
                 f"TPOT {chosen.tpot_median_ms:8.2f} ms  "
                 f"TTFT median {chosen.ttft_median_s:7.3f} s, last {chosen.ttft_max_s:7.3f} s",
                 file=sys.stderr,
@@ -93,8 +99,7 @@ def main() -> None:
             "ops": summary.backend,
             "threads": summary.threads,
             "options": options,
-            "picture_size": size,
-            "points": [dataclasses.asdict(p) for p in points],
+            "points": points,
             "card": card(),
         }
     )
