@@ -158,7 +158,8 @@ def min_versions() -> dict[str, str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     asked = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
     asked += [line for lines in project["project"]["optional-dependencies"].values() for line in lines]
-    found = (re.match(r"([\w.-]+).*?>=\s*([\d.]+)", line) for line in [*asked, *project["dependency-groups"]["dev"]])
+    asked += [line for line in project["dependency-groups"]["dev"] if isinstance(line, str)]  # a dict: another group
+    found = (re.match(r"([\w.-]+).*?>=\s*([\d.]+)", line) for line in asked)
     return {canonical(match[1]): match[2] for match in found if match}
 
 
