@@ -171,11 +171,16 @@ def _without_switches(extra: Sequence[str]) -> list[str]:
         return []
     from hydra_engine.config.other_engines import reason_ignored
 
-    rest = []
-    for argument in extra:
+    rest: list[str] = []
+    words = list(extra)
+    while words:
+        argument = words.pop(0)
         name, equals, value = argument.partition("=")
         plain = name.lstrip("-").replace("_", "-")
         reason = reason_ignored(plain, value if equals else True) if argument.startswith("-") else None
+        if reason is None and argument.startswith("-") and not equals and words:
+            reason = reason_ignored(plain, words[0])
+            words = words[1:] if reason is not None else words
         if reason is None:
             rest.append(argument)
         else:

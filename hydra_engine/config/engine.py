@@ -22,7 +22,12 @@ from hydra_engine.entry_points import find_entry_points
 from hydra_engine.errors import ConfigError
 
 DEMO_MODEL = "demo"
-SHAPES = ("llava-1.5-7b", "qwen2-vl-7b", "qwen2.5-vl-3b", "qwen2.5-vl-7b")  # models that ship without weights, for load_format random
+SHAPES = (
+    "llava-1.5-7b",
+    "qwen2-vl-7b",
+    "qwen2.5-vl-3b",
+    "qwen2.5-vl-7b",
+)  # models that ship without weights, for load_format random
 DEFAULT_TOKENS, DEFAULT_REQUESTS = 512, 64  # limits of a language step on a CPU
 MAX_PRIORITY = (1 << 31) - 1  # of a request; the lowest is -MAX_PRIORITY - 1
 
@@ -409,7 +414,7 @@ class EngineConfig:
         check_values(self)
         for name, part in PARTS.items():
             if not isinstance(given := getattr(self, name), part):
-                raise ConfigError(f"{name} must be a {part.__name__}, not a {type(given).__name__}", param=name)
+                raise ConfigError(f"{name} must be a {part.__name__}, not {type(given).__name__}", param=name)
         Topology.parse(self.topology)
         if self.instance_limits is not None:
             parse_instance_limits(self.instance_limits, self.topology)

@@ -184,5 +184,5 @@ def _option(name: str) -> Option:
     else:
         known = [name.replace("_", "-") for name in (*_keywords(), *PARTS, _LIMITS)]
         sentence = unknown_name(name, known, written, Spelling.KEYWORD)
-        sentence += "" if ":" in sentence or ";" in sentence else " of Engine; docs/options.md has all"
+        sentence += "" if ":" in sentence or ";" in sentence else " of Engine; `hydra-engine serve --help` lists all"
     raise ConfigError(sentence, param=name)

@@ -323,11 +323,13 @@ def test_names_of_other_engines_are_explained(typed: tuple[str, ...], instead: s
 
 
 def test_switches_of_what_is_so_anyway_are_taken_with_a_note(here: Here, tmp_path: Path) -> None:
-    done = here("config", "--enable-reasoning", "--jinja", "--cont_batching=true", "--max-num-seqs", "3")
+    words = ("--enable-reasoning", "--jinja", "--cont_batching=true", "--tensor-parallel-size", "1", "--tp=1")
+    done = here("config", *words, "--max-num-seqs", "3")
     assert done.returncode == 0 and "max-num-seqs: 3" in done.stdout
     notes = done.stderr.splitlines()
     assert [note.split()[:3] for note in notes] == [
-        ["hydra-engine:", "note:", name] for name in ("--enable-reasoning", "--jinja", "--cont-batching")
+        ["hydra-engine:", "note:", name]
+        for name in ("--enable-reasoning", "--jinja", "--cont-batching", "--tensor-parallel-size", "--tp")
     ]
     assert notes[0].endswith("--reasoning-parser sets its marks")
     file = tmp_path / "options.yaml"

@@ -131,15 +131,15 @@ def test_what_python_has_for_numbers_texts_and_lists() -> None:
     assert given(cuda_graph_sizes=[np.int32(2), 1]).cuda_graph_sizes == (1, 2)
     assert given(limit_mm_per_prompt={"image": 2}, max_images=2).media == MediaConfig(local_files=True, max_images=2)
     assert given(scheduler=SchedulerConfig(max_num_seqs=4), token_budget=9).scheduler.max_num_seqs == 4
-    assert given(tpot_slo=None, max_model_len=None) == given()
+    assert given(tpot_slo=None, max_model_len=None) == given(tensor_parallel_size=1) == given()
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         ({"kv_cache_gb": 1}, "kv_cache_gb is not an option; the nearest one is kv_cache_gib"),
-        ({"bogus": 1}, "bogus is not an option of Engine; docs/options.md has all"),
-        ({"local_files": True}, "local_files is not an option of Engine; docs/options.md has all"),
+        ({"bogus": 1}, "bogus is not an option of Engine; `hydra-engine serve --help` lists all"),
+        ({"local_files": True}, "local_files is not an option of Engine; `hydra-engine serve --help` lists all"),
         (
             {"tensor_parallel_size": 2},
             "tensor_parallel_size is not an option here: a model runs on one device here, which device= names; "
@@ -161,7 +161,7 @@ def test_what_python_has_for_numbers_texts_and_lists() -> None:
             "limit_mm_per_prompt and max_images contradict each other; give one",
         ),
         ({"limit_mm_per_prompt": 2}, "limit_mm_per_prompt must be counts such as"),
-        ({"scheduler": {"max_num_seqs": 3}}, "scheduler must be a SchedulerConfig, not a dict"),
+        ({"scheduler": {"max_num_seqs": 3}}, "scheduler must be a SchedulerConfig, not dict"),
         ({"max_num_batched_tokens": "x"}, "max_num_batched_tokens must be a whole number, not 'x'"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype cannot be fp8 here: take int8"),
         ({"kv_cache_gib": -1}, "kv_cache_gib must be positive"),
@@ -184,7 +184,7 @@ def test_the_model_and_what_is_no_option_are_checked_too() -> None:
         Engine("demo", progress=1)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"^processes must be true or false, not None"):
         Engine("demo", processes=None)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"^config must be an EngineConfig, not a dict"):
+    with pytest.raises(ConfigError, match=r"^config must be an EngineConfig, not dict"):
         Engine.from_config({})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"^cache must be a CacheConfig, not a SchedulerConfig"):
         EngineConfig(cache=SchedulerConfig())  # type: ignore[arg-type]
