@@ -27,7 +27,7 @@ from hydra_engine.core.instances import Role as InstanceRole
 from hydra_engine.core.outputs import Piece, Result
 from hydra_engine.core.prompting import MediaLimits, TemplateOptions
 from hydra_engine.core.reports import InstanceSummary, LedgerReport, Status
-from hydra_engine.core.sampling import GenerationDefaults
+from hydra_engine.core.sampling import GenerationDefaults, SamplingParams
 from hydra_engine.errors import ConfigError, EngineClosed, HydraError
 from hydra_engine.frontend.batch import run_batch
 from hydra_engine.frontend.call import (
@@ -38,6 +38,7 @@ from hydra_engine.frontend.call import (
     Prompt,
     Videos,
     make_call,
+    split_sampling,
     with_prompt,
 )
 from hydra_engine.frontend.frontend import Frontend
@@ -298,7 +299,8 @@ class Engine:
         request_id: str | None = None,
         **options: Unpack[CallOptions],
     ) -> GenerationCall:
-        return with_prompt(make_call(options, self.default_sampling_params, request_id), prompt, images, videos)
+        images, given = split_sampling(images, options)
+        return with_prompt(make_call(given, self.default_sampling_params, request_id), prompt, images, videos)
 
     def stream(
         self, prompt: Prompt | Messages, images: Images = None, videos: Videos = None, **options: Unpack[CallOptions]
@@ -336,7 +338,7 @@ class Engine:
     def generate(
         self,
         prompts: Sequence[Prompt],
-        images: Sequence[Images] | None = None,
+        images: Sequence[Images] | SamplingParams | None = None,
         videos: Sequence[Videos] | None = None,
         **options: Unpack[BatchOptions],
     ) -> list[Result]: ...
@@ -379,7 +381,7 @@ class Engine:
     async def agenerate(
         self,
         prompts: Sequence[Prompt],
-        images: Sequence[Images] | None = None,
+        images: Sequence[Images] | SamplingParams | None = None,
         videos: Sequence[Videos] | None = None,
         **options: Unpack[BatchOptions],
     ) -> list[Result]: ...
@@ -401,7 +403,7 @@ class Engine:
     def chat(
         self,
         messages: Sequence[Messages],
-        images: Sequence[Images] | None = None,
+        images: Sequence[Images] | SamplingParams | None = None,
         videos: Sequence[Videos] | None = None,
         **options: Unpack[BatchOptions],
     ) -> list[Result]: ...
@@ -428,7 +430,7 @@ class Engine:
     async def achat(
         self,
         messages: Sequence[Messages],
-        images: Sequence[Images] | None = None,
+        images: Sequence[Images] | SamplingParams | None = None,
         videos: Sequence[Videos] | None = None,
         **options: Unpack[BatchOptions],
     ) -> list[Result]: ...

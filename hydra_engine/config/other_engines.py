@@ -158,7 +158,7 @@ REQUEST_INSTEAD: dict[str, tuple[str, ...]] = {
     "prompts are never padded; leave it out": ("pad_token_id", "padding"),
     "give stop_token_ids; the model's own end is one without it": ("eos_token_id",),
     "give stop": ("stop_strings", "stop_sequences", "stopping_criteria"),
-    "give sampling": ("sampling_params", "generation_config", "params"),
+    "give sampling": ("generation_config", "params"),
     "give repetition_penalty": ("repeat_penalty",),
     "give temperature": ("temp",),
     "give images": ("image", "image_data", "picture", "pictures"),

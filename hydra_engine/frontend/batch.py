@@ -21,6 +21,7 @@ from hydra_engine.frontend.call import (
     is_prompt_dict,
     is_token_ids,
     make_call,
+    split_sampling,
     with_prompt,
 )
 from hydra_engine.frontend.frontend import Frontend
@@ -40,6 +41,7 @@ def run_batch(
     a single prompt, else a list. Checks arguments and reads open files before it returns. `options` are BatchOptions;
     `ended[i]` is set to the result of prompt i as it ends. Raises InvalidRequest."""
     check_prompt(prompts)
+    images, options = split_sampling(images, options)
     single = isinstance(prompts, str) or is_token_ids(prompts) or is_chat(prompts) or is_prompt_dict(prompts)
     on_error = options.pop("on_error", "raise")
     if on_error not in ("raise", "return"):

@@ -64,7 +64,7 @@ Prompt = str | Sequence[int] | PromptDict
 Messages = Sequence[dict[str, Any]]
 # A path, a URL, a data URL, an open file, the bytes of one, or pixels [H, W, 3].
 Picture = str | PathLike[str] | BinaryFile | bytes | Image.Image | npt.NDArray[Any] | Tensor
-Images = Picture | Sequence[Picture] | None
+Images = Picture | Sequence[Picture] | SamplingParams | None  # SamplingParams: vLLM's second argument, as `sampling`
 # A path, a URL, a data URL, an open file, the bytes of one, or frames.
 Video = str | PathLike[str] | BinaryFile | bytes | Sequence[Picture]
 Videos = Video | Sequence[Video] | None
@@ -99,7 +99,7 @@ class SamplingOptions(TypedDict, total=False):
 class CallOptions(SamplingOptions, total=False):
     """Options of one request, all optional: the fields of `SamplingParams` and these.
 
-    - sampling: a `SamplingParams`, instead of its fields.
+    - sampling: a `SamplingParams`, instead of its fields. sampling_params: the same under vLLM's name.
     - response_format: as in the OpenAI API, or a pydantic model; instead of `grammar`.
     - raw: True skips the chat template for a prompt that is text.
     - slo: latency limits (`Slo`, in seconds) instead of the engine's.
@@ -109,6 +109,7 @@ class CallOptions(SamplingOptions, total=False):
     """
 
     sampling: SamplingParams | None
+    sampling_params: SamplingParams | None
     response_format: Mapping[str, Any] | type | None
     raw: bool
     slo: Slo | None
@@ -151,6 +152,8 @@ def make_call(options: Mapping[str, Any], defaults: SamplingParams, request_id: 
         known = (*_SAMPLING, *BatchOptions.__annotations__, "images", "videos")
         raise InvalidRequest(unknown_parameter(min(unknown), known), param=min(unknown))
     given = {name: options[name] for name in _OTHERS & options.keys() if options[name] is not None}
+    if (same := given.pop("sampling_params", None)) is not None and given.setdefault("sampling", same) is not same:
+        raise InvalidRequest("sampling and sampling_params mean the same; give one of them", param="sampling")
     for name, value in {**given, "request_id": request_id or ""}.items():
         kind, words = _KINDS.get(name, (object, ""))
         if not isinstance(value, kind):
@@ -162,6 +165,14 @@ def make_call(options: Mapping[str, Any], defaults: SamplingParams, request_id: 
         defaults,
     )
     return GenerationCall(sampling, **given, request_id=request_id)
+
+
+def split_sampling(images: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Returns the images and the options of a call in which a SamplingParams may stand in the place of images, vLLM's
+    second argument: then it is an option."""
+    if isinstance(images, SamplingParams):
+        return None, {"sampling_params": images, **options}
+    return images, dict(options)
 
 
 def with_prompt(
@@ -261,7 +272,7 @@ def chat_messages(messages: object, media: Sequence[MediaPart] = ()) -> tuple[Ch
 def media_parts(images: Any, videos: Any) -> tuple[MediaPart, ...]:
     """Returns the parts of `images` and `videos`: each is one item, a list of items, or None. A flat list of pictures
     in memory is one video; a video whose frames are files must be a list within the list. Raises InvalidRequest for an
-    open file that cannot be read, and for a SamplingParams."""
+    open file that cannot be read, and for a list of SamplingParams."""
     check_no_sampling(images)
     several = isinstance(videos, list | tuple) and not any(map(_is_frame, videos))
     pictures = (ImagePart(*reference) for reference in _places(images, "images", isinstance(images, list | tuple)))
@@ -351,12 +362,9 @@ def _media(kind: str, source: Any, param: str, options: Mapping[str, Any], path:
 
 
 def check_no_sampling(images: Any) -> None:
-    """Raises InvalidRequest for SamplingParams in the place of images: vLLM's second argument."""
-    if any(isinstance(one, SamplingParams) for one in (images if isinstance(images, list | tuple) else (images,))):
-        raise InvalidRequest(
-            "images must be pictures, not SamplingParams; write sampling=SamplingParams(...), one for all prompts",
-            param="images",
-        )
+    """Raises InvalidRequest for a list with SamplingParams in the place of images, in vLLM one for each prompt."""
+    if isinstance(images, list | tuple) and any(isinstance(one, SamplingParams) for one in images):
+        raise InvalidRequest("give one SamplingParams for all prompts, or a call for each", param="sampling")
 
 
 def _without_files(source: Any, param: str) -> Any:

@@ -142,8 +142,10 @@ def test_prompts_in_the_form_of_vllm_are_answered(make_engine: EngineFactory) ->
     assert (
         engine.generate(forms[0], **SHORT).token_ids == engine.submit(forms[0], **SHORT).result().token_ids == expected
     )
-    with pytest.raises(InvalidRequest, match="write sampling=SamplingParams"):
-        engine.generate(["a", "b"], SamplingParams(), **SHORT)  # type: ignore[call-overload]
+    sampling = SamplingParams(**SHORT)
+    assert engine.generate(forms, sampling)[1].token_ids == expected
+    assert engine.generate(text, picture(1), raw=True, sampling_params=sampling).token_ids == expected
+    assert engine.submit(forms[0], sampling).result().token_ids == expected
     image["multi_modal_data"]["audio"] = picture(2)
     failed = engine.generate([text, {"prompt": text} | image], [picture(1), None], on_error="return", **SHORT)[1].error
     assert failed is not None and failed.index == 1 and "'audio'" in failed.message
@@ -323,6 +325,8 @@ def test_unknown_options_and_missing_models_are_named(tmp_path: Path) -> None:
 def test_sampling_params_and_keywords_exclude_each_other(make_engine: EngineFactory) -> None:
     with pytest.raises(InvalidRequest, match="not both"):
         make_engine().generate("Hello", sampling=SamplingParams(), temperature=0)
+    with pytest.raises(InvalidRequest, match="mean the same"):
+        make_engine().generate("Hello", SamplingParams(), sampling=SamplingParams(n=2))
 
 
 def test_what_decodes_pictures_starts_while_the_model_loads(

@@ -20,13 +20,14 @@ def blocking(engine: Engine, picture: Image) -> None:
     assert_type(engine.chat([[message], [message]], n=2), list[Result])
     assert_type(engine.generate({"prompt": "a", "multi_modal_data": {"image": picture}}), Result)
     assert_type(engine.generate([{"prompt": "a"}, {"prompt_token_ids": [1]}]), list[Result])
+    assert_type(engine.generate("a", SamplingParams()), Result)
+    assert_type(engine.generate(["a", "b"], sampling_params=SamplingParams()), list[Result])
     with open("a.png", "rb") as file:
         engine.submit([message], images=[file, BytesIO(b"")]).cancel()
     assert_type(engine.tokenize([message], picture), list[int])
     assert_type(engine.count_tokens("a"), int)
     assert_type(engine.detokenize([1, 2]), str)
     engine.generate([message])  # type: ignore[list-item]
-    engine.generate("a", SamplingParams())  # type: ignore[call-overload]
     engine.generate("a", temprature=0)  # type: ignore[call-overload]
     engine.generate("a", temperature="0")  # type: ignore[call-overload]
     engine.submit("a", max_token=4)  # type: ignore[call-arg]

@@ -25,7 +25,7 @@ DEFAULTS = SamplingParams()
         ("Max_Tokens", "unknown parameter 'Max_Tokens'; did you mean max_tokens?"),
         ("max_new_tokens", "unknown parameter 'max_new_tokens': give max_tokens"),
         ("do_sample", "unknown parameter 'do_sample': temperature=0 always takes the most likely token, and any other"),
-        ("sampling_params", "unknown parameter 'sampling_params': give sampling"),
+        ("params", "unknown parameter 'params': give sampling"),
         ("num_beams", "unknown parameter 'num_beams': there is no beam search; n gives several sampled answers"),
         ("use_tqdm", "unknown parameter 'use_tqdm': give progress"),
         ("image", "unknown parameter 'image': give images"),
