@@ -171,16 +171,11 @@ def _without_switches(extra: Sequence[str]) -> list[str]:
         return []
     from hydra_engine.config.other_engines import reason_ignored
 
-    rest: list[str] = []
-    words = list(extra)
-    while words:
-        argument = words.pop(0)
+    rest = []
+    for argument in extra:
         name, equals, value = argument.partition("=")
         plain = name.lstrip("-").replace("_", "-")
         reason = reason_ignored(plain, value if equals else True) if argument.startswith("-") else None
-        if reason is None and argument.startswith("-") and not equals and words:
-            reason = reason_ignored(plain, words[0])
-            words = words[1:] if reason is not None else words
         if reason is None:
             rest.append(argument)
         else:

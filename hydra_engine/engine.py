@@ -111,7 +111,7 @@ class Engine:
     def from_config(cls, config: EngineConfig, *, progress: bool | None = None, processes: bool = False) -> Self:
         """Starts an engine from a complete configuration; otherwise like `Engine(...)`. Errors name flags."""
         if not isinstance(config, EngineConfig):
-            raise ConfigError(f"config must be an EngineConfig, not a {type(config).__name__}", param="config")
+            raise ConfigError(f"config must be an EngineConfig, not {type(config).__name__}", param="config")
         engine = cls.__new__(cls)
         engine._open(config, progress, processes)
         return engine
@@ -358,7 +358,8 @@ class Engine:
 
         Keywords, all optional, of `BatchOptions` in hydra_engine.frontend.call:
 
-        - temperature, max_tokens, stop, seed, n, ...: the fields of `SamplingParams`; or sampling=SamplingParams(..).
+        - temperature, max_tokens, stop, seed, n, ...: the fields of `SamplingParams`; or sampling=SamplingParams(..),
+          vLLM's sampling_params=, or such an object in the place of `images`.
         - response_format, grammar: structured output, as in the OpenAI API or a pydantic model; a `Grammar`.
         - raw: True skips the chat template. template: `TemplateOptions`. pixels: `PixelBudget`, sizes of pictures.
         - slo: `Slo`, latency limits in seconds. priority: smaller goes first. cache_salt: separates caches.

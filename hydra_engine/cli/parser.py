@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
         """Accepts underscores in names of flags, never in values, and not in arguments after `bench NAME`."""
         given = list(sys.argv[1:] if args is None else args)
         if not any(action.nargs == argparse.REMAINDER for action in self._actions) and self._subparsers is None:
-            given = [_dashed(argument) for argument in given]
+            given = _with_numbers([_dashed(argument) for argument in given])
             self._refuse_other_words(given)
         namespace, extra = super().parse_known_args(given, namespace)
         # argparse ends a list of arguments at the first flag.
@@ -145,6 +145,21 @@ class _Help(argparse.Action):
 def unknown_flags(extra: Iterable[str]) -> list[str]:
     """The names of flags, as written and without values, among arguments that no parser has accepted."""
     return [argument.partition("=")[0] for argument in extra if argument.startswith("-")]
+
+
+def _with_numbers(given: Sequence[str]) -> list[str]:
+    """Returns the arguments with `--tp 1` as `--tp=1`: for flags of other engines argparse would take the number for a
+    positional argument."""
+    joined: list[str] = []
+    for argument in given:
+        if argument.isdigit() and joined and joined[-1].startswith("-"):
+            from hydra_engine.config.other_engines import MODEL_PARTS  # not for the help of a command
+
+            if joined[-1].lstrip("-") in MODEL_PARTS:
+                joined[-1] += f"={argument}"
+                continue
+        joined.append(argument)
+    return joined
 
 
 def _dashed(argument: str) -> str:

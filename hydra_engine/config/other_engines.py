@@ -121,7 +121,7 @@ ANYWAY: dict[str, tuple[str, ...]] = {
     "every answer has its X-Request-Id": ("enable-request-id-headers",),
 }
 # Numbers of parts of a model, of which 1 asks for the only behaviour.
-_PARTS = ("tensor-parallel-size", "pipeline-parallel-size", "tp", "pp", "tp-size", "pp-size")
+MODEL_PARTS = ("tensor-parallel-size", "pipeline-parallel-size", "tp", "pp", "tp-size", "pp-size")
 _BY_NAME = {name: reason for reasons in (ANYWAY, INSTEAD) for reason, names in reasons.items() for name in names}
 # Commands of Ollama, vLLM, SGLang and llama.cpp.
 _COMMANDS: dict[str, tuple[str, ...]] = {
@@ -233,7 +233,7 @@ def command_instead(word: str) -> str | None:
 def reason_ignored(name: str, value: object = True) -> str | None:
     """The reason why another engine's switch has no effect when it is on, or the number of a model's parts when it is
     1; else None."""
-    if name in _PARTS and str(value) == "1" and value is not True:
+    if name in MODEL_PARTS and str(value) == "1" and value is not True:
         return "a model runs on one device here"
     if value is True or value is None or (isinstance(value, str) and value.lower() == "true"):
         return next((reason for reason, names in ANYWAY.items() if name in names), None)

@@ -186,7 +186,7 @@ def test_the_model_and_what_is_no_option_are_checked_too() -> None:
         Engine("demo", processes=None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"^config must be an EngineConfig, not dict"):
         Engine.from_config({})  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"^cache must be a CacheConfig, not a SchedulerConfig"):
+    with pytest.raises(ConfigError, match=r"^cache must be a CacheConfig, not SchedulerConfig"):
         EngineConfig(cache=SchedulerConfig())  # type: ignore[arg-type]
     assert check_start("off", True) == (False, True)
 

@@ -195,8 +195,8 @@ def _read_file(path: str) -> list[tuple[str | None, str]]:
         raise ConfigError("the file of API keys is not UTF-8 text", param="api_key_file") from error
     except OSError as error:
         raise ConfigError(
-            f"cannot read the file of API keys: {path}: {error.strerror}; it must have a line NAME:KEY for each client "
-            "and be readable by this user; in a container it must be mounted there",
+            f"cannot read the file of API keys: {error.strerror}; it must have a line NAME:KEY for each client "
+            "and be readable by this user; a container needs it mounted",
             param="api_key_file",
         ) from error
     if len(text) > MAX_FILE_BYTES:

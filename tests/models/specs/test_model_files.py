@@ -358,7 +358,7 @@ def test_files_that_are_not_there_are_named(folder: Path, tmp_path: Path) -> Non
     text(folder / "model.gguf")
     with pytest.raises(CheckpointError, match=r"there is no file .*none"):
         found(folder / "model.gguf", mmproj=str(folder / "none"))
-    with pytest.raises(ConfigError, match="mmproj belongs to a MODEL that is a GGUF file"):
+    with pytest.raises(ConfigError, match="mmproj belongs to a MODEL of GGUF files"):
         found(Path("demo"), mmproj="x.gguf")
     with pytest.raises(ConfigError, match="GGUF files are for native models"):
         found(folder / "model.gguf", model_impl="transformers")
