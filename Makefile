@@ -68,7 +68,7 @@ test: build
 # What `make test` leaves out, and properties with all their examples. Here every process starts in full, where
 # `make test` forks most of them from one that has torch loaded.
 test-all: build
-	@HYDRA_TESTS_EXEC=1 $(PYTEST) -m "slow or hypothesis" --hypothesis-profile=thorough $(ARGS)
+	@TESTS_EXEC=1 $(PYTEST) -m "slow or hypothesis" --hypothesis-profile=thorough $(ARGS)
 	@$(MAKE) --no-print-directory test-isa
 	@$(MAKE) --no-print-directory siege ARGS=
 

@@ -5,7 +5,7 @@ it has imported what they import, forks, and the fork takes the command's argume
 and runs the module from its beginning. It is a process like any other: its own pid, signals, exit code, and an end with
 its parent's. What is forked has a server of its own, for the processes that it starts. What differs in more than that,
 such as a variable that libraries read when they are imported, is started in full; so is everything where
-HYDRA_TESTS_EXEC is set, as by `make test-all`.
+TESTS_EXEC is set, as by `make test-all`.
 
 Knows how processes start; nothing of what they do.
 """
@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, NoReturn
 from hydra_engine.core.processes.launch import PARENT
 
 ROOT = Path(__file__).resolve().parents[1]
-EXEC_VARIABLE = "HYDRA_TESTS_EXEC"
+EXEC_VARIABLE = "TESTS_EXEC"
 _MODULES = ("hydra_engine", "hydra_engine.cluster.process")
 _FOLDERS = ("tests.", "bench.")
 _SANDBOXED = ("hydra_engine.preprocess.sandbox.text_child", "hydra_engine.preprocess.sandbox.fetch_child")

@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import termios
@@ -19,6 +20,12 @@ _TIMEOUT_S = 60.0
 _INTERRUPT_S = 4.0  # after which Ctrl-C is pressed once more
 _INTERRUPTS = 8
 _CODES = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|[=>])")
+
+
+def _as_in_a_shell() -> None:
+    """Takes the terminal, and ends on SIGHUP even if the tests run under nohup."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 class Terminal:
@@ -35,7 +42,7 @@ class Terminal:
             cwd=cwd,
             env={**environment, "TERM": "xterm-256color"},
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_as_in_a_shell,
         )
         os.close(slave)
         self.raw = ""

@@ -370,11 +370,11 @@ def test_the_quick_start_works_as_pasted(served: Served, tmp_path: Path, capsys:
         assert done.returncode == 0, done.stderr
         outputs.append(done.stdout)
     scripts = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    asked, chatted, chosen, generated, memory, planned = outputs
+    ran, asked, chatted, chosen, generated, memory, planned = outputs
     streamed, message = (said_by(script, tmp_path, capsys) for script in scripts)
     assert json.loads(asked)["choices"][0]["message"]["content"] == "Two plus three is five."
     assert json.loads(chosen)["choices"][0]["message"]["content"] == "Two plus three is five."
-    assert chatted.strip() == message.strip() == "Two plus three is five."
+    assert ran.strip() == chatted.strip() == message.strip() == "Two plus three is five."
     assert generated.startswith("There is a blue triangle") and "prefill" in generated
     assert streamed.strip() == "There are two red objects." and "epd0" in memory and "pd0" in planned
 
