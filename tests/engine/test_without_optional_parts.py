@@ -76,13 +76,8 @@ def test_the_demo_answers_without_the_optional_parts(tmp_path: Path) -> None:
     assert "'encode', 'prefill'" in done.stdout and "'decode'" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        pytest.param(("--collect-only",), id="imports"),
-        pytest.param(("-m", "not slow"), id="runs", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [("--collect-only",), ("-m", "not slow")], ids=["imports", "runs"])
 def test_the_scheduler_passes_its_tests_without_the_optional_parts(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     """Collecting the tests imports all of it; those in subfolders are about the optional parts."""
     shutil.rmtree(package_without_optional_parts(tmp_path) / "transfer")

@@ -217,6 +217,7 @@ def test_without_the_flag_it_says_what_is_missing() -> None:
         Engine("qwen2.5-vl-7b", kv_cache_gib=0.25, image_cache_gib=0.5, max_model_len=1024)
 
 
+@pytest.mark.slow
 def test_a_start_that_fails_at_once_awaits_what_loads_beside_it(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ResourceError, match=r"give at least kv_cache_gib=0\."):
         Engine("qwen2.5-vl-7b", kv_cache_gib=0.01, image_cache_gib=0.01, max_model_len=1024)

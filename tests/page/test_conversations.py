@@ -57,6 +57,7 @@ def kept(tab: Tab) -> Any:
     })""")
 
 
+@pytest.mark.slow
 def test_conversations_are_named_by_their_first_question_and_found_again(served: Scripted, new_tab: OpenTab) -> None:
     tab = new_tab(served.url, view="chat").open()
     assert names(tab) == [] and not tab.get("new-chat").is_visible()
