@@ -169,10 +169,12 @@ def make_call(options: Mapping[str, Any], defaults: SamplingParams, request_id: 
 
 def split_sampling(images: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Returns the images and the options of a call in which a SamplingParams may stand in the place of images, vLLM's
-    second argument: then it is an option."""
-    if isinstance(images, SamplingParams):
-        return None, {"sampling_params": images, **options}
-    return images, dict(options)
+    second argument: then it is an option. Raises InvalidRequest if the options have another one."""
+    if not isinstance(images, SamplingParams):
+        return images, dict(options)
+    if options.get("sampling_params") is not None:
+        raise InvalidRequest("sampling_params is given twice; give it once", param="sampling_params")
+    return None, {**options, "sampling_params": images}
 
 
 def with_prompt(

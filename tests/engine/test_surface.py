@@ -327,6 +327,9 @@ def test_sampling_params_and_keywords_exclude_each_other(make_engine: EngineFact
         make_engine().generate("Hello", sampling=SamplingParams(), temperature=0)
     with pytest.raises(InvalidRequest, match="mean the same"):
         make_engine().generate("Hello", SamplingParams(), sampling=SamplingParams(n=2))
+    with pytest.raises(InvalidRequest, match="given twice"):
+        make_engine().generate("Hello", SamplingParams(), sampling_params=SamplingParams(n=2))
+    assert len(make_engine().generate("Hello", SamplingParams(**SHORT), sampling_params=None).token_ids) == 4
 
 
 def test_what_decodes_pictures_starts_while_the_model_loads(
