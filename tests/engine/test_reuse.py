@@ -190,7 +190,7 @@ def test_a_picture_asked_about_by_many_at_once_is_encoded_once(make_engine: Engi
     "options",
     [
         {"num_kv_blocks": 90, "max_model_len": 300},
-        {"num_image_blocks": 4, "image_block_size": 4},
+        {"num_image_blocks": 1},
         {"token_budget": 7},
         pytest.param({"processes": True}, marks=pytest.mark.slow),
     ],
