@@ -9,10 +9,7 @@ run only when the caller says so.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -20,13 +17,13 @@ from typing import Any, cast
 import msgspec
 import transformers
 from PIL import Image
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from hydra_engine.core.model_folder import check_small_files, read_file
 from hydra_engine.errors import CheckpointError, HydraError, InvalidImage
 from hydra_engine.models.specs.base import LanguageSpec, ModelSpec, PreprocessSpec, ProcessorSpec
 from hydra_engine.models.specs.decoder import stored_dtype
-from hydra_engine.models.specs.fields import Fields, read_json
+from hydra_engine.models.specs.fields import read_json
+from hydra_transformers.classes import cannot_run, image_inputs, load_config, model_class, quiet_logging
 from hydra_transformers.processor import Expansion, PictureProcessor, num_runs
 from hydra_transformers.spec import (
     FAMILY,
@@ -37,11 +34,7 @@ from hydra_transformers.spec import (
 )
 
 _LOADER = "hydra_transformers.processor:PictureProcessor.from_spec"
-_REMOTE_CLASSES = ("AutoModelForImageTextToText", "AutoModelForVision2Seq", "AutoModelForCausalLM", "AutoModel")
-MAX_COUNTED = 4096
-_COUNTED = ("layer", "layers", "depth", "blocks", "experts", "stages", "labels", "levels")  # ends of names
 _SIZES = ("head_dim", "num_key_value_heads", "num_attention_heads", "intermediate_size")  # of a layer
-_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 # Shapes of pictures that are tried: ordinary ones, small, large and long.
 _PROBES = ((64, 64), (1024, 1024), (1280, 320), (320, 1280), (2048, 1536))
@@ -54,21 +47,6 @@ def probe_picture(size: tuple[int, int] = _PROBES[0], turns: int = 0) -> Image.I
     ramp = Image.linear_gradient("L").resize(size)
     bands = (ramp, ramp.transpose(Image.Transpose.ROTATE_180), Image.radial_gradient("L").resize(size))
     return Image.merge("RGB", [bands[(index + turns) % 3] for index in range(3)])
-
-
-@contextmanager
-def quiet_logging() -> Iterator[None]:
-    """Hides transformers' progress bars and warnings; errors are still shown."""
-    log = transformers.utils.logging
-    verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
-    log.set_verbosity_error()
-    log.disable_progress_bar()
-    try:
-        yield
-    finally:
-        log.set_verbosity(verbosity)
-        if bars:
-            log.enable_progress_bar()
 
 
 def describe(model_dir: Path, *, trust_remote_code: bool) -> ModelSpec:
@@ -108,81 +86,12 @@ def _describe(model_dir: Path, trust_remote_code: bool) -> ModelSpec:
     )
 
 
-def cannot_run(architecture: str, reason: str) -> CheckpointError:
-    return CheckpointError(f"{architecture} cannot run through transformers here: {reason}")
-
-
-def load_config(model_dir: Path, *, trust_remote_code: bool) -> Any:
-    raw = read_json(model_dir, "config.json")
-    _check_counts(raw)
-    if not trust_remote_code:
-        _check_known(raw)
-    try:
-        return transformers.AutoConfig.from_pretrained(
-            str(model_dir), local_files_only=True, trust_remote_code=trust_remote_code
-        )
-    except PROCESSOR_ERRORS as error:
-        raise CheckpointError(f"transformers cannot read config.json: {describe_error(error)}") from error
-
-
-def _check_counts(section: Fields) -> None:
-    """Raises CheckpointError for huge counts, before transformers builds lists or modules by them."""
-    for name, value in section.values.items():
-        if isinstance(value, dict):
-            _check_counts(Fields(value, f"{name[:40]} of {section.where}"))
-        elif type(value) is int and value > MAX_COUNTED and name.endswith(_COUNTED):
-            raise section.wrong_value(name, f"at most {MAX_COUNTED}")
-
-
-def model_class(config: Any, model_dir: Path, *, trust_remote_code: bool) -> Any:
-    """Returns the class with a language head, also for text-only models."""
-    remote = (getattr(config, "auto_map", None) or {}) if trust_remote_code else {}
-    for name in _REMOTE_CLASSES:
-        if name in remote:
-            return get_class_from_dynamic_module(remote[name], str(model_dir), local_files_only=True)
-    for auto in (transformers.AutoModelForImageTextToText, transformers.AutoModelForCausalLM):
-        classes = auto._model_mapping.get(type(config), None)
-        if classes is not None:
-            return classes[0] if isinstance(classes, tuple) else classes
-    raise CheckpointError(
-        f"model type {config.model_type!r} is neither an image-text-to-text nor a causal language model of transformers"
-    )
-
-
-def image_inputs(config: Any, model: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the named arguments of get_image_features, and those that are required; both empty for models without
-    pictures. The class with the head may leave arguments, or the whole function, to the class that it wraps."""
-    inner = transformers.AutoModel._model_mapping.get(type(config), None)
-    arguments: dict[str, inspect.Parameter] = {}
-    for kind in (model, inner[0] if isinstance(inner, tuple) else inner):
-        function = getattr(kind, "get_image_features", None)
-        if function is not None:
-            own = list(inspect.signature(function).parameters.values())[1:]
-            arguments = {argument.name: argument for argument in own if argument.kind in _NAMED} | arguments
-            if all(argument.kind is not inspect.Parameter.VAR_KEYWORD for argument in own):
-                break
-    required = (name for name, argument in arguments.items() if argument.default is inspect.Parameter.empty)
-    return tuple(arguments), tuple(required)
-
-
 def _no_images_because(config: Any) -> str:
     """Returns the reason why a model with a vision part takes no pictures here; empty for text-only models."""
     takes_pictures = type(config) in transformers.AutoModelForImageTextToText._model_mapping
     if not takes_pictures and not any("vision" in name for name in type(config).sub_configs):
         return ""
     return "its class has no get_image_features, by which the engine computes pictures through transformers"
-
-
-def _check_known(config: Fields) -> None:
-    model_type = config.text("model_type", "")
-    if model_type in transformers.CONFIG_MAPPING:
-        return
-    if "auto_map" in config:
-        raise CheckpointError(
-            f"model type {model_type[:60]!r} needs the Python code that comes with the model, which is never run "
-            "unless you give --trust-remote-code; read it first"
-        )
-    raise CheckpointError(f"the installed transformers does not know model type {model_type[:60]!r}; a newer one may")
 
 
 def _check_model(config: Any, text: Any, model: Any) -> None:

@@ -32,13 +32,8 @@ from hydra_engine.models.loading.parameters import too_many_layers
 from hydra_engine.models.loading.safetensors_checkpoint import SafetensorsCheckpoint
 from hydra_engine.models.loading.weights import Progress, all_finite
 from hydra_engine.models.specs.base import SPAN_TOKEN_IDS, ModelSpec
-from hydra_transformers.describe import (
-    cannot_run,
-    load_config,
-    model_class,
-    probe_picture,
-    quiet_logging,
-)
+from hydra_transformers.classes import cannot_run, load_config, model_class, quiet_logging
+from hydra_transformers.describe import probe_picture
 from hydra_transformers.model import GenericModel
 from hydra_transformers.processor import PictureProcessor
 from hydra_transformers.spec import PROCESSOR_ERRORS, describe_error

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from hydra_engine import Engine
 from hydra_engine.errors import CheckpointError, ContextLengthExceeded, InvalidRequest
-from hydra_transformers.describe import load_config, model_class
+from hydra_transformers.classes import load_config, model_class
 from hydra_transformers.processor import load_processor
 from tests.engine.conftest import EngineFactory, assert_at_rest, picture
 from tests.support_table import record

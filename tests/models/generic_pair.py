@@ -21,7 +21,7 @@ from hydra_engine.models.specs.base import SPAN_TOKEN_IDS, ProcessorSpec
 from hydra_engine.preprocess.sandbox.processor import ProcessedPicture
 from hydra_engine.preprocess.text.tokenizer import load_tokenizer
 from hydra_engine.preprocess.text.writer import place_in_text
-from hydra_transformers.describe import load_config, model_class
+from hydra_transformers.classes import load_config, model_class
 from hydra_transformers.processor import PictureProcessor, load_processor
 from tests.models.driver import Driver, Request, Span
 

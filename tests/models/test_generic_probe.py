@@ -26,7 +26,8 @@ from hydra_engine.models.build import load_model
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.preprocess.media.media import MediaLoader
-from hydra_transformers.describe import _max_position, image_inputs, probe_picture
+from hydra_transformers.classes import image_inputs
+from hydra_transformers.describe import _max_position, probe_picture
 from hydra_transformers.processor import PictureProcessor
 from tests.models.generic_pair import GENERIC, Pair, picture
 from tools.miniatures import make_tiny

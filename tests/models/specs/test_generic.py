@@ -11,7 +11,8 @@ import pytest
 from PIL import Image
 
 from hydra_engine.errors import InvalidImage
-from hydra_transformers.describe import _language, describe, load_config, model_class
+from hydra_transformers.classes import load_config, model_class
+from hydra_transformers.describe import _language, describe
 from hydra_transformers.processor import PictureProcessor
 from tools.miniatures import make_tiny
 
