@@ -25,6 +25,11 @@ FAMILIES = {
     "qwen2_vl": ("Qwen2-VL", "Qwen/Qwen2-VL-2B, 7B, 72B-Instruct", "pictures of any size, videos"),
     "qwen2_5_vl": ("Qwen2.5-VL", "Qwen/Qwen2.5-VL-3B, 7B, 72B-Instruct", "pictures of any size, videos"),
     "qwen3_vl": ("Qwen3-VL", "Qwen/Qwen3-VL-2B, 4B, 8B, 32B-Instruct", "pictures of any size, videos"),
+    "qwen3_5": (
+        "Qwen3.5, 3.6, 3.8",
+        "Qwen/Qwen3.5-0.8B, 2B, 4B, 9B, 27B, Qwen3.6-27B, Qwen3.8-27B",
+        "pictures of any size, videos",
+    ),
     "internvl": ("InternVL 2.5, 3", "OpenGVLab/InternVL3-1B-hf to 78B-hf", "pictures in tiles"),
     "minicpmv4_6": ("MiniCPM-V 4.6", "openbmb/MiniCPM-V-4.6", "pictures in slices, videos"),
     "generic": (

@@ -11,6 +11,7 @@ import torch
 import transformers
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen2_5_vl
 from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
+from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
 
 from hydra_engine.backend.base import Backend
@@ -165,6 +166,11 @@ MULTIMODAL: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         qwen3_vl.Qwen3VLTextRotaryEmbedding,
         {"mrope_section": [12, 10, 10], "mrope_interleaved": True, "rope_type": "yarn", "factor": 3.0},
     ),
+    "qwen3_5": (
+        qwen3_5.Qwen3_5TextConfig,
+        qwen3_5.Qwen3_5TextRotaryEmbedding,
+        {"mrope_section": [3, 2, 3], "partial_rotary_factor": 0.25},
+    ),
 }
 
 
@@ -175,8 +181,11 @@ def test_multimodal_rotary_positions_match(kind: str) -> None:
     config = make_config(
         hidden_size=128, num_attention_heads=2, head_dim=64, num_key_value_heads=2, rope_parameters=parameters
     )
-    spec = build_language(Fields(config.to_dict(), "text_config"), tie_embeddings=False, nested=True)
+    spec = build_language(Fields(config.to_dict(), "text_config"), tie_embeddings=False, nested=True, mrope=True)
+    turning = (spec.rotary_dim or spec.head_dim) // 2
     positions = torch.randint(0, 9000, (3, 50), generator=torch.Generator().manual_seed(1))
     expected = make_rotary(config)(torch.zeros(1), positions[:, None])
-    for ours, theirs in zip(RotaryTable(spec, torch.device("cpu"))(positions, 9000), expected, strict=True):
-        assert torch.allclose(ours, theirs[0, :, :32], rtol=0, atol=2e-6)
+    cos, sin = RotaryTable(spec, torch.device("cpu"))(positions, 9000)
+    for ours, theirs in zip((cos, sin), expected, strict=True):
+        assert torch.allclose(ours[:, :turning], theirs[0, :, :turning], rtol=0, atol=2e-6)
+    assert (cos[:, turning:] == 1).all() and not sin[:, turning:].any()

@@ -1,8 +1,7 @@
-"""Qwen3-VL beyond the shared parity tests: sizes of published models, cost, and what a picture's features depend on."""
+"""Qwen3-VL and Qwen3.5 beyond the shared parity tests: sizes of published models, cost, what features depend on."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -16,27 +15,26 @@ from hydra_engine.core.instances import Role
 from hydra_engine.models.build import build_model
 from hydra_engine.models.loading.safetensors_checkpoint import canonical_name
 from hydra_engine.models.qwen_vl.model import Qwen3VlVision
-from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.registry import load_spec
 from tests.models.conftest import CheckpointFactory
 from tests.models.families.base import Pair, clip, picture
 from tests.models.families.qwen3_vl import QWEN3_VL
-from tests.models.specs.test_qwen3_vl import IMAGES, MODELS, VIDEOS
+from tests.models.specs import test_qwen3_5, test_qwen3_vl
+from tests.models.specs.test_qwen3_5 import model_dir
 
-
-def published(name: str, directory: Path) -> ModelSpec:
-    (directory / "config.json").write_text(json.dumps(MODELS[name]))
-    (directory / "preprocessor_config.json").write_text(json.dumps(IMAGES))
-    (directory / "video_preprocessor_config.json").write_text(json.dumps(VIDEOS))
-    return load_spec(directory)
+MODELS = {
+    **{f"Qwen3-VL-{name}": config for name, config in test_qwen3_vl.MODELS.items()},
+    **{f"Qwen3.5-{name}": config for name, config in test_qwen3_5.MODELS.items()},
+}
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_of_published_models(name: str, tmp_path: Path) -> None:
     """Counts equal those that transformers builds; and our model asks a file for the same tensors."""
-    spec = published(name, tmp_path)
+    spec = model_dir(tmp_path, MODELS[name]).spec()
     with torch.device("meta"):
-        model = transformers.Qwen3VLForConditionalGeneration(transformers.AutoConfig.from_pretrained(tmp_path))
+        config = transformers.AutoConfig.from_pretrained(tmp_path)
+        model = transformers.AutoModelForImageTextToText.from_config(config)
     theirs = {name: tuple(p.shape) for name, p in model.named_parameters()}
     assert spec.vision is not None
     vision = sum(torch.Size(shape).numel() for name, shape in theirs.items() if name.startswith("model.visual."))
@@ -49,13 +47,14 @@ def test_parameters_of_published_models(name: str, tmp_path: Path) -> None:
     }
 
 
-def test_flops_are_those_that_torch_counts(checkpoint: CheckpointFactory) -> None:
-    directory = checkpoint("qwen3-vl-flops", "qwen3_vl")
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+def test_flops_are_those_that_torch_counts(family: str, checkpoint: CheckpointFactory) -> None:
+    directory = checkpoint(f"{family}-flops", family)
     spec = load_spec(directory)
     config = transformers.AutoConfig.from_pretrained(directory, attn_implementation="eager")
     assert spec.vision is not None
     with torch.device("meta"):
-        model = transformers.Qwen3VLForConditionalGeneration(config)
+        model = transformers.AutoModelForImageTextToText.from_config(config)
     (item,) = spec.vision.plan_image(40, 32).items
     values, grid = torch.zeros(item.num_patches, 3 * 2 * 4 * 4), torch.tensor([item.grid])
     model = model.to_empty(device="cpu")

@@ -22,7 +22,7 @@ from tools.miniatures.llava_next import LLAVA_NEXT
 from tools.miniatures.llava_siglip import LLAVA_ONEVISION, LLAVA_PHI3
 from tools.miniatures.minicpmv import MINICPMV
 from tools.miniatures.qwen2_vl import QWEN2_5_VL, QWEN2_VL
-from tools.miniatures.qwen3_vl import QWEN3_VL
+from tools.miniatures.qwen3_vl import QWEN3_5, QWEN3_VL
 from tools.miniatures.smolvlm import SMOLVLM
 
 
@@ -44,6 +44,7 @@ TINY: dict[str, TinyFamily] = {
     "qwen2_vl": QWEN2_VL,
     "qwen2_5_vl": QWEN2_5_VL,
     "qwen3_vl": QWEN3_VL,
+    "qwen3_5": QWEN3_5,
     "gemma3": GEMMA3,
     "smolvlm": SMOLVLM,
     "idefics3": IDEFICS3,

@@ -1,4 +1,5 @@
-"""Random miniatures of Qwen3-VL: patches of 4 pixels, 5 by 5 learned positions, two further planes of features."""
+"""Random miniatures of Qwen3-VL and Qwen3.5: patches of 4 pixels, 5 by 5 learned positions. Qwen3-VL has two further
+planes of features, Qwen3.5 three delta nets before each layer of attention."""
 
 from __future__ import annotations
 
@@ -43,13 +44,36 @@ _VISION: dict[str, Any] = {
     "num_position_embeddings": 25,
     "deepstack_visual_indexes": [0, 2],
 }
+# Two pairs of a head turn by time, one by row, one by column; the other half of a head does not.
+_TEXT_3_5: dict[str, Any] = {
+    **_TEXT,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+_VISION_3_5 = {name: value for name, value in _VISION.items() if name != "deepstack_visual_indexes"}
 _NORMAL: dict[str, Any] = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
 _PICTURE_SIZE = {"shortest_edge": 256, "longest_edge": 3072}  # pixels: 4 to 48 tokens
 _VIDEO_SIZE = {"shortest_edge": 1024, "longest_edge": 6144}  # of all frames
 
 
 def _build_config(text: Mapping[str, Any], vision: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
-    decoder = {**_TEXT, **text}
+    return _config(transformers.Qwen3VLConfig, {**_TEXT, **text}, {**_VISION, **vision}, overrides)
+
+
+def _build_config_3_5(text: Mapping[str, Any], vision: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
+    return _config(transformers.Qwen3_5Config, {**_TEXT_3_5, **text}, {**_VISION_3_5, **vision}, overrides)
+
+
+def _config(build: Any, decoder: dict[str, Any], tower: dict[str, Any], overrides: Mapping[str, Any]) -> Any:
     start, end, video = range(TINY_VOCABULARY, TINY_VOCABULARY + len(EXTRA_TOKENS))
     top = {
         "image_token_id": IMAGE_ID,
@@ -61,9 +85,7 @@ def _build_config(text: Mapping[str, Any], vision: Mapping[str, Any], overrides:
         "pad_token_id": PAD_ID,
         **overrides,
     }
-    return transformers.Qwen3VLConfig(
-        vision_config={**_VISION, "out_hidden_size": decoder["hidden_size"], **vision}, text_config=decoder, **top
-    )
+    return build(vision_config={"out_hidden_size": decoder["hidden_size"], **tower}, text_config=decoder, **top)
 
 
 def _save_processor(directory: Path, config: Any, tokenizer: Any) -> None:
@@ -79,9 +101,8 @@ def _save_processor(directory: Path, config: Any, tokenizer: Any) -> None:
     tokenizer.save_pretrained(directory)
 
 
-QWEN3_VL = TinyFamily(
-    _build_config,
-    _save_processor,
-    EXTRA_TOKENS,
-    chat_template(image=f"{VISION_START}{IMAGE_TOKEN}{VISION_END}", video=f"{VISION_START}{VIDEO_TOKEN}{VISION_END}"),
+_TEMPLATE = chat_template(
+    image=f"{VISION_START}{IMAGE_TOKEN}{VISION_END}", video=f"{VISION_START}{VIDEO_TOKEN}{VISION_END}"
 )
+QWEN3_VL = TinyFamily(_build_config, _save_processor, EXTRA_TOKENS, _TEMPLATE)
+QWEN3_5 = TinyFamily(_build_config_3_5, _save_processor, EXTRA_TOKENS, _TEMPLATE)

@@ -283,10 +283,6 @@ def build_minicpmv(files: ModelFiles) -> ModelSpec:
     config = files.config
     text = with_model_type(config.section_if_present("text_config") or Fields({}, "text_config of config.json"), HYBRID)
     language = build_language(text, tie_embeddings=config.flag("tie_word_embeddings", False), nested=True)
-    if language.rope_sections is not None:
-        raise CheckpointError(
-            "mrope_section in config.json is not supported for MiniCPM-V 4.6: positions count in one row"
-        )
     has_videos = "video_token_id" in config
     return model_spec(
         files,

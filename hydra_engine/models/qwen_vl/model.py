@@ -1,5 +1,5 @@
-"""The towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: pictures of any size as rows of patches in merge order, with rows
-and columns as rotary positions, and mergers after the layers.
+"""The towers of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: pictures of any size as rows of patches in merge order,
+with rows and columns as rotary positions, and mergers after the layers.
 
 Most layers of Qwen2.5-VL attend within square windows of a picture: tokens are permuted to the order of windows before
 the first layer, and back after the merger. Qwen3-VL adds learned positions, interpolated over each picture's grid, and

@@ -1,8 +1,9 @@
-"""The specs of Qwen2-VL, Qwen2.5-VL and Qwen3-VL (dense): towers for pictures of any size and for videos.
+"""The specs of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 (dense): towers for pictures of any size and for videos.
 
 Qwen2-VL and Qwen2.5-VL cut pictures and videos alike and differ in the tower's layers and in how time counts; Qwen3-VL
-reads features of several of the tower's layers and writes the times of frames into the prompt. Knows config.json, in
-its flat old and its nested new layout, and the settings of the picture and video processors.
+reads features of several of the tower's layers and writes the times of frames into the prompt. Qwen3.5 has Qwen3-VL's
+tower, whose last layer alone it reads, before the hybrid decoder. Knows config.json, in its flat old and its nested new
+layout, and the settings of the picture and video processors.
 """
 
 from __future__ import annotations
@@ -154,8 +155,10 @@ def build_grid_model(
     language: LanguageSpec,
     vision: GridVisionSpec,
     width_field: str = "out_hidden_size",
+    token_ids: tuple[int, int] = (151655, 151656),
 ) -> ModelSpec:
-    """Builds the spec of a model. `width_field` is the field of the tower's config with the width of its features."""
+    """Builds the spec of a model. `width_field` is the field of the tower's config with the width of its features,
+    `token_ids` the type's placeholders of pictures and videos, where a config has none."""
     tower, config = vision.tower, files.config.section("vision_config")
     if config.integer(width_field, 3584) != language.hidden_size:
         raise config.wrong_value(width_field, f"{language.hidden_size}, the decoder's hidden size")
@@ -170,8 +173,8 @@ def build_grid_model(
         text,
         language,
         vision=vision,
-        image_token_id=files.config.integer("image_token_id", 151655, at_least=0),
-        video_token_id=files.config.integer("video_token_id", 151656, at_least=0),
+        image_token_id=files.config.integer("image_token_id", token_ids[0], at_least=0),
+        video_token_id=files.config.integer("video_token_id", token_ids[1], at_least=0),
     )
 
 
@@ -270,7 +273,7 @@ def _build_qwen2(
     nested = config.section_if_present("text_config")
     text = config if nested is None else with_model_type(nested, f"{family}_text")
     tie = config.flag("tie_word_embeddings", False) or text.flag("tie_word_embeddings", False)
-    language = build_language(text, tie_embeddings=tie, nested=nested is not None)
+    language = build_language(text, tie_embeddings=tie, nested=nested is not None, mrope=True)
     geometry, limits, preprocess, videos = grid_settings(files, family, 14)
     vision = Qwen2VisionSpec(
         tower=tower,
@@ -301,8 +304,9 @@ VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3VlVisionSpec(GridVisionSpec):
-    """The tower of Qwen3-VL. `deepstack_layers` are the layers, ascending, whose outputs make further planes of
-    features after that of the last layer; `deepstack_mergers` are the indices of their mergers in the checkpoint."""
+    """The tower of Qwen3-VL and Qwen3.5. `deepstack_layers` are the layers, ascending, whose outputs make further
+    planes of features after that of the last layer; `deepstack_mergers` are the indices of their mergers in the
+    checkpoint."""
 
     num_positions: int  # rows of the table of learned positions
     position_side: int  # of the square that they cover
@@ -345,12 +349,8 @@ class Qwen3VlVisionSpec(GridVisionSpec):
 
 
 def build_qwen3_vl(files: ModelFiles) -> ModelSpec:
-    text_type = "qwen3_vl_text"
-    text = with_model_type(files.config.section("text_config"), text_type)
-    if decoder_type(text) != text_type:
-        raise text.wrong_value("model_type", text_type)
-    text, language = nested_language(files, text_type)
-    vision = _qwen3_vision(files, language.hidden_size)
+    text, language = _qwen3_language(files, "qwen3_vl_text")
+    vision = _qwen3_vision(files, "qwen3_vl", language.hidden_size, [8, 16, 24])
     if len(vision.deepstack_layers) >= language.num_layers:
         raise CheckpointError(
             f"features of {len(vision.deepstack_layers)} tower layers need a decoder of more than {language.num_layers}"
@@ -358,15 +358,33 @@ def build_qwen3_vl(files: ModelFiles) -> ModelSpec:
     return build_grid_model(files, "qwen3_vl", text, language, vision)
 
 
-def _qwen3_vision(files: ModelFiles, feature_size: int) -> Qwen3VlVisionSpec:
+def build_qwen3_5(files: ModelFiles) -> ModelSpec:
+    text, language = _qwen3_language(files, "qwen3_5_text")
+    vision = _qwen3_vision(files, "qwen3_5", language.hidden_size, [])
+    if vision.deepstack_layers:
+        tower = files.config.section("vision_config")
+        raise tower.wrong_value("deepstack_visual_indexes", "empty or absent: Qwen3.5 reads the tower's last layer")
+    return build_grid_model(files, "qwen3_5", text, language, vision, token_ids=(248056, 248057))
+
+
+def _qwen3_language(files: ModelFiles, text_type: str) -> tuple[Fields, LanguageSpec]:
+    """Returns the text part of config.json and the decoder's spec. Raises CheckpointError for another text type."""
+    text = with_model_type(files.config.section("text_config"), text_type)
+    if decoder_type(text) != text_type:
+        raise text.wrong_value("model_type", text_type)
+    return nested_language(files, text_type, mrope=True)
+
+
+def _qwen3_vision(files: ModelFiles, family: str, feature_size: int, deepstack_layers: list[int]) -> Qwen3VlVisionSpec:
+    """Builds the tower's spec. `deepstack_layers` are the type's, where a config has none."""
     tower = files.config.section("vision_config")
     # The other means and deviations are those of the video processor's class.
-    geometry, limits, preprocess, videos = grid_settings(files, "qwen3_vl", 16, video_mean=HALF, video_std=HALF)
+    geometry, limits, preprocess, videos = grid_settings(files, family, 16, video_mean=HALF, video_std=HALF)
     num_layers, num_positions = (
         tower.integer("depth", 27, at_most=MAX_LAYERS),
         tower.integer("num_position_embeddings", 2304),
     )
-    deepstack = _deepstack(tower, num_layers)
+    deepstack = _deepstack(tower, num_layers, deepstack_layers)
     return Qwen3VlVisionSpec(
         tower=QwenTower(
             hidden_size=tower.integer("hidden_size", 1152),
@@ -388,10 +406,10 @@ def _qwen3_vision(files: ModelFiles, feature_size: int) -> Qwen3VlVisionSpec:
     )
 
 
-def _deepstack(tower: Fields, num_layers: int) -> list[int]:
+def _deepstack(tower: Fields, num_layers: int, default: list[int]) -> list[int]:
     """Returns the DeepStack layers in the checkpoint's order of mergers."""
     indices = tower.get("deepstack_visual_indexes")
-    layers = [8, 16, 24] if indices is None else indices
+    layers = default if indices is None else indices
     if not isinstance(layers, list) or any(type(n) is not int or not 0 <= n < num_layers for n in layers):
         raise tower.wrong_value("deepstack_visual_indexes", f"a list of layers from 0 to {num_layers - 1}")
     if len(set(layers)) < len(layers):

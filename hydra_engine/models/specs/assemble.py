@@ -48,12 +48,12 @@ def read_files(model_dir: Path, options: SpecOptions) -> ModelFiles:
     )
 
 
-def nested_language(files: ModelFiles, model_type: str) -> tuple[Fields, LanguageSpec]:
+def nested_language(files: ModelFiles, model_type: str, *, mrope: bool = False) -> tuple[Fields, LanguageSpec]:
     """Returns the text part of a nested config.json and the decoder's spec. `model_type` is used if the text part has
     none. Embeddings are tied if either level says so."""
     text = with_model_type(files.config.section("text_config"), model_type)
     tie = files.config.flag("tie_word_embeddings", False) or text.flag("tie_word_embeddings", False)
-    return text, build_language(text, tie_embeddings=tie, nested=True)
+    return text, build_language(text, tie_embeddings=tie, nested=True, mrope=mrope)
 
 
 def with_model_type(text: Fields, model_type: str) -> Fields:

@@ -173,7 +173,7 @@ class LanguageSpec:
     qk_norm: bool = False  # RMS norm of every query and key head before the rotation (qwen3)
     hidden_act: str = "silu"
     rope_parameters: dict[str, object] = field(default_factory=dict)
-    rope_sections: tuple[int, int, int] | None = None  # pairs per axis (time, row, column); sum is head_dim / 2
+    rope_sections: tuple[int, int, int] | None = None  # pairs per axis (time, row, column) of the rotated ones
     rope_interleaved: bool = False  # axes of pairs are interleaved instead of in three sections
     rotary_dim: int | None = None  # number of rotated values of a head, its first ones; None: all
     output_gate: bool = False  # the output of attention is multiplied by a gate, projected with the queries

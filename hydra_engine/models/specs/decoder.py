@@ -94,6 +94,8 @@ _QWEN3_5 = DecoderDefaults(
     head_dim=256,
     biases="option",
     qk_norm=True,
+    rope_sections=(11, 11, 10),
+    rope_interleaved=True,
     rotary_share=0.25,
     hybrid=True,
 )
@@ -123,9 +125,12 @@ def decoder_type(config: Fields) -> str:
     return model_type
 
 
-def build_language(config: Fields, *, tie_embeddings: bool, nested: bool) -> LanguageSpec:
-    """Builds the decoder's spec. `nested`: fields that equal transformers' defaults may be absent."""
+def build_language(config: Fields, *, tie_embeddings: bool, nested: bool, mrope: bool = False) -> LanguageSpec:
+    """Builds the decoder's spec. `nested`: fields that equal transformers' defaults may be absent. `mrope`: the model
+    gives tokens positions on three axes, if its text type has sections for them."""
     model_type = decoder_type(config)
+    if config.get("num_experts"):
+        raise config.wrong_value("num_experts", f"absent: {model_type} is a dense text model type", ELSEWHERE)
     defaults = DECODERS[model_type]
     hidden = config.integer("hidden_size", defaults.hidden_size if nested else None)
     num_heads = config.integer("num_attention_heads", defaults.num_heads if nested else None)
@@ -148,6 +153,7 @@ def build_language(config: Fields, *, tie_embeddings: bool, nested: bool) -> Lan
         interleaved=defaults.rope_interleaved,
         max_position=max_position,
         share=defaults.rotary_share,
+        mrope=mrope,
     )
     num_layers = config.integer("num_hidden_layers", defaults.num_layers if nested else None, at_most=MAX_LAYERS)
     return LanguageSpec(

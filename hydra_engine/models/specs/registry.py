@@ -17,7 +17,7 @@ from hydra_engine.models.internvl.spec import build_internvl
 from hydra_engine.models.llava.spec import build_llava
 from hydra_engine.models.llava_next.spec import build_llava_next
 from hydra_engine.models.minicpmv.spec import build_minicpmv
-from hydra_engine.models.qwen_vl.spec import build_qwen2_5_vl, build_qwen2_vl, build_qwen3_vl
+from hydra_engine.models.qwen_vl.spec import build_qwen2_5_vl, build_qwen2_vl, build_qwen3_5, build_qwen3_vl
 from hydra_engine.models.specs.assemble import ModelFiles, model_spec, read_files
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.decoder import build_language, decoder_type
@@ -79,6 +79,7 @@ FAMILIES = {
     "qwen2_vl": Family("Qwen2VLForConditionalGeneration", build_qwen2_vl, "qwen_vl.model.Qwen2Vision"),
     "qwen2_5_vl": Family("Qwen2_5_VLForConditionalGeneration", build_qwen2_5_vl, "qwen_vl.model.Qwen25Vision"),
     "qwen3_vl": Family("Qwen3VLForConditionalGeneration", build_qwen3_vl, "qwen_vl.model.Qwen3VlVision"),
+    "qwen3_5": Family("Qwen3_5ForConditionalGeneration", build_qwen3_5, "qwen_vl.model.Qwen3VlVision"),
     "llama": Family("LlamaForCausalLM", build_text_only),
     "mistral": Family("MistralForCausalLM", build_text_only),
     "qwen2": Family("Qwen2ForCausalLM", build_text_only),

@@ -5,9 +5,10 @@ numbers; `models/layers/decoder.py` turns them into angles.
 
 Multimodal positions (M-RoPE; Qwen2-VL, section 2.1): text advances all three axes alike. A span begins at the next
 position, from which its rows, columns and temporal patches count. The next text, or generated token, follows the
-largest position on any axis. In transformers 5.3 to 5.23 text after a video follows its rows and columns only, so
-results differ if a video lasts longer than it is wide. The models were trained with the paper's rule, which is
-implemented here.
+largest position on any axis. In transformers 5.3 to 5.24 text after a video of Qwen2-VL or Qwen2.5-VL follows its rows
+and columns only, so results differ if a video lasts longer than it is wide. The models were trained with the paper's
+rule, which is implemented here. Qwen3-VL and Qwen3.5 write times into the prompt: every temporal patch is a span at
+time 0, for which both rules agree.
 """
 
 from __future__ import annotations
@@ -51,10 +52,11 @@ def rope_settings(
     interleaved: bool,
     max_position: int,
     share: float | None = None,
+    mrope: bool = False,
 ) -> Rope:
     """Reads `rope_section` and the fields beside it; keywords are the model type's defaults. `share` is the rotated
-    fraction of a head, None if the type always rotates whole heads. Types with a share get one position per token, for
-    which sections change nothing."""
+    fraction of a head, None if the type always rotates whole heads. Without `mrope` there is one position per token,
+    for which sections change nothing: they are not read."""
     values = rope_section(config)
     kind = values.text("rope_type", values.text("type", "default"))
     if kind == "mrope":  # old name of the default in configs with sections
@@ -85,9 +87,9 @@ def rope_settings(
         factor = values.number("factor", max_position / original)
         stretched = int(min(factor * original, LARGEST))
         parameters |= {"factor": factor, "original_max_position_embeddings": original, **_yarn(values, theta, factor)}
-    if share is not None:
+    if not mrope:
         return Rope(parameters, theta, None, False, stretched, rotary_dim)
-    axes = _sections(values, head_dim, sections), _interleaved(values, interleaved)
+    axes = _sections(values, rotary_dim, sections), _interleaved(values, interleaved)
     return Rope(parameters, theta, *axes, stretched, rotary_dim)
 
 
@@ -148,15 +150,15 @@ def _magnitude(factor: float, share: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * share * math.log(factor) + 1.0
 
 
-def _sections(values: Fields, head_dim: int, default: Sections | None) -> Sections | None:
+def _sections(values: Fields, rotary_dim: int, default: Sections | None) -> Sections | None:
     if "mrope_section" not in values and default is None:
         return None
     sections = values.get("mrope_section") if "mrope_section" in values else list(default or ())
     if not isinstance(sections, list) or len(sections) != 3 or any(type(n) is not int or n < 0 for n in sections):
         raise values.wrong_value("mrope_section", "a list of three whole numbers")
-    if sum(sections) != head_dim // 2:
+    if sum(sections) != rotary_dim // 2:
         raise CheckpointError(
-            f"mrope_section {sections} of {values.where} has {sum(sections)} pairs, but a head has {head_dim // 2}"
+            f"mrope_section {sections} of {values.where} has {sum(sections)} pairs, but a head turns {rotary_dim // 2}"
         )
     time, row, column = sections
     return time, row, column

@@ -47,9 +47,10 @@ _CLASSES = {
     "qwen2_5_vl": "Qwen2Tokenizer",
     "qwen3": "Qwen2Tokenizer",
     "qwen3_vl": "Qwen2Tokenizer",
+    "qwen3_5": "Qwen3_5Tokenizer",
     "qwen3_5_text": "Qwen3_5Tokenizer",
 }
-_WRONGLY_NAMED = {"qwen2"}
+_WRONGLY_NAMED = {"qwen2", "qwen3_5"}
 _PLAIN = {"llava", "llava_next", "minicpmv4_6", "mistral"}  # tokenizer.json is used whatever class the files name
 
 

@@ -1,4 +1,4 @@
-"""Qwen3-VL in the shared parity tests, videos included.
+"""Qwen3-VL and Qwen3.5 in the shared parity tests, videos included.
 
 transformers' video processor resizes with torchvision, which is not here. Frames are chosen, sized and cut into patches
 by its class; Pillow resizes them, as it does pictures.
@@ -37,6 +37,15 @@ def inputs(model_dir: Path, media: Sequence[Media]) -> Inputs:
         processed = [_video(videos.Qwen3VLVideoProcessor(**settings), one) for one in clips]
         found["pixel_values_videos"] = torch.cat([patches for patches, _ in processed])
         found["video_grid_thw"] = torch.tensor([grid for _, grid in processed])
+    return found
+
+
+def features_3_5(model: Any, values: Inputs) -> list[tuple[Tensor, ...]]:
+    found: list[tuple[Tensor, ...]] = []
+    for kind, get in (("image", model.get_image_features), ("video", model.get_video_features)):
+        if (grid := values.get(f"{kind}_grid_thw")) is not None:
+            pixels = values["pixel_values" if kind == "image" else "pixel_values_videos"]
+            found += [(rows,) for rows in get(pixels, grid).pooler_output]
     return found
 
 
@@ -129,4 +138,53 @@ QWEN3_VL = FamilyCase(
     features=features,
     clips=(((90, 60), 3, 24.0), ((5, 24), 13, 3.3)),
     around=(VISION_START, VISION_END),
+)
+QWEN3_5 = FamilyCase(
+    family="qwen3_5",
+    variants={
+        "hybrid": {},
+        "tied-mha": {
+            "text": {
+                "layer_types": ["full_attention", "linear_attention", "full_attention"],
+                "num_hidden_layers": 3,
+                "num_key_value_heads": 4,
+                "attention_bias": True,
+                "linear_num_value_heads": 8,
+                "linear_value_head_dim": 20,
+                "linear_conv_kernel_dim": 3,
+                # transformers' own sections and share, of heads as published.
+                "head_dim": 256,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            "vision": {"hidden_size": 60, "num_position_embeddings": 120, "hidden_act": "gelu"},
+            "tie_word_embeddings": True,
+        },
+        "wide-merge": {
+            "text": {
+                "num_hidden_layers": 2,
+                "full_attention_interval": 2,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 2.0,
+                    "rope_theta": 1e5,
+                    "original_max_position_embeddings": 256,
+                    "partial_rotary_factor": 0.75,
+                    "mrope_section": [1, 3, 2],
+                },
+            },
+            "vision": {
+                "spatial_merge_size": 4,
+                "patch_size": 2,
+                "temporal_patch_size": 3,
+                "num_position_embeddings": 9,
+                "num_heads": 2,
+            },
+        },
+    },
+    sizes=QWEN3_VL.sizes,
+    extreme=QWEN3_VL.extreme,
+    inputs=inputs,
+    features=features_3_5,
+    clips=QWEN3_VL.clips,
+    around=QWEN3_VL.around,
 )

@@ -80,7 +80,7 @@ SMALL: Json = {
 
 def built(config: Json, *, nested: bool = False) -> LanguageSpec:
     tie = bool(config.get("tie_word_embeddings", False))
-    return build_language(Fields(config, "config.json"), tie_embeddings=tie, nested=nested)
+    return build_language(Fields(config, "config.json"), tie_embeddings=tie, nested=nested, mrope=True)
 
 
 def refusal(config: Json) -> str:
@@ -166,7 +166,7 @@ def test_sections() -> None:
     spec = built({**vl, "rope_parameters": {"mrope_section": [8, 4, 4], "mrope_interleaved": True}})
     assert (spec.rope_sections, spec.rope_interleaved) == ((8, 4, 4), True)
     assert built({**vl, "head_dim": 128}).rope_sections == (24, 20, 20)
-    assert "has 20 pairs, but a head has 16" in refusal({**vl, "rope_scaling": {"mrope_section": [8, 4, 8]}})
+    assert "has 20 pairs, but a head turns 16" in refusal({**vl, "rope_scaling": {"mrope_section": [8, 4, 8]}})
     for wrong in ([8, 8], [8, 4, 4.0], [20, -2, -2], "xyz", [True, 8, 7]):
         assert "mrope_section in rope_scaling of config.json must be" in refusal(
             {**vl, "rope_scaling": {"mrope_section": wrong}}
@@ -175,6 +175,26 @@ def test_sections() -> None:
     assert "mrope_interleaved" in refusal({**vl, "rope_scaling": runs})
     assert not built({**SMALL, "model_type": "qwen2_vl_text", "rope_scaling": runs}).rope_interleaved
     assert built({**SMALL, "model_type": "qwen2"}).rope_sections is None
+
+
+def test_sections_are_of_the_pairs_that_turn() -> None:
+    config = {**SMALL, "model_type": "qwen3_5_text", "head_dim": 256, "full_attention_interval": 2}
+    assert built(config).rope_sections == (11, 11, 10) and built(config).rope_interleaved
+    half = {"partial_rotary_factor": 0.5, "mrope_section": [24, 20, 20]}
+    assert built({**config, "rope_parameters": half}).rope_sections == (24, 20, 20)
+    assert "has 32 pairs, but a head turns 64" in refusal({**config, "rope_parameters": {"partial_rotary_factor": 0.5}})
+
+
+def test_a_model_of_one_axis_does_not_read_sections() -> None:
+    rope = {"mrope_section": [99], "rope_theta": 7.0}
+    config = {**SMALL, "model_type": "qwen3_5_text", "full_attention_interval": 2, "rope_parameters": rope}
+    spec = build_language(Fields(config, "config.json"), tie_embeddings=False, nested=False)
+    assert (spec.rope_sections, spec.rope_theta, spec.rotary_dim) == (None, 7.0, 8)
+
+
+def test_a_dense_type_with_experts_is_refused() -> None:
+    config = {**SMALL, "model_type": "qwen3_5_text", "num_experts": 128}
+    assert "num_experts in config.json must be absent: qwen3_5_text is a dense text model type" in refusal(config)
 
 
 @pytest.mark.parametrize(

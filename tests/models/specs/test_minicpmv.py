@@ -447,7 +447,6 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "colours": ("vision_config.num_channels", 1, "RGB"),
     "patch": ("vision_config.patch_size", 16, "patch_size in preprocessor_config.json must be the vision tower's, 16"),
     "sides": ("vision_config.image_size", [980, 980], "image_size in vision_config of config.json must be"),
-    "sections": ("text_config.rope_parameters.mrope_section", [24, 20, 20], "positions count in one row"),
 }
 
 

@@ -348,7 +348,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "colours": (lambda c, i, v: c["vision_config"].update(in_channels=4), "in_channels"),
     "sections": (
         lambda c, i, v: c["text_config"]["rope_scaling"].update(mrope_section=[1, 1, 1]),
-        "3 pairs, but a head has 64",
+        "3 pairs, but a head turns 64",
     ),
 }
 
