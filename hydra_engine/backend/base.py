@@ -331,6 +331,27 @@ class PackedLinear(Protocol):
         ...
 
 
+class Routes(NamedTuple):
+    """The experts of a mixture that T tokens are sent to, made by `Ops.route`."""
+
+    experts: Tensor  # [T, K] int32 contiguous: of 0 to num_experts - 1; -1: none, its weight is ignored
+    weights: Tensor  # [T, K] float32 contiguous
+
+
+class PackedExperts(Protocol):
+    """The weights of a mixture's gated MLPs in the memory layout of an implementation, made by its
+    `Ops.pack_experts`."""
+
+    num_experts: int
+    num_in: int  # C
+    num_inner: int  # F
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights in that layout."""
+        ...
+
+
 class Ops(Protocol):
     """The operations of one device.
 
@@ -421,6 +442,41 @@ class Ops(Protocol):
         x: [T, K], a deferred norm is applied first; returns rotated q [T, Hq, D]. Other parameters as in
         `rope_and_write`. If this is one launch (CUDA), slots on the device that are outside of the cache are skipped
         and never reported.
+        """
+        ...
+
+    # ---- mixtures of experts: E gated MLPs of one shape, of which each token uses K
+    def pack_experts(
+        self,
+        gate_up: Sequence[Tensor | QuantizedWeight],
+        down: Sequence[Tensor | QuantizedWeight],
+        rows: torch.dtype | None = None,
+    ) -> PackedExperts:
+        """Packs the weights of E experts for `experts`. The result may share their memory, which must not change.
+
+        gate_up: E matrices [2 * F, C], gate first. down: E matrices [C, F]. All matrices of a sequence have one format
+        (a compute dtype, or a `stack_key`), the two sequences may have different ones. rows: dtype of the x that they
+        will multiply, as in `pack_linear`. A shared expert is one more entry, the last.
+        """
+        ...
+
+    def route(self, logits: Tensor, k: int, *, renormalise: bool, shared: Tensor | None = None) -> Routes:
+        """Returns the k experts with the largest logits of each token, by falling logit, of equal ones the lowest index
+        first. Weights are the softmax over all E logits, divided by the sum of the k chosen ones if `renormalise`.
+
+        logits: [T, E] of a compute dtype, 1 <= k <= E. shared: [T, 1] of the same dtype, the gates of a shared expert:
+        one more column, expert E with the weight sigmoid(shared). Computed in float32. A row with NaN or +inf gets
+        valid experts and NaN weights.
+        """
+        ...
+
+    def experts(self, x: Tensor, routes: Routes, experts: PackedExperts, act: Activation) -> Tensor:
+        """Returns the weighted sum of the chosen experts' outputs: [T, C].
+
+        Token t gets the sum over j of weights[t, j] * down(act(gate(x[t])) * up(x[t])), added in float32 in the order
+        of j and rounded once; products are those of `linear_act_and_mul` and, unrounded, of `linear`. x: [T, C] of the
+        dtype that the experts were packed for. Weights of experts that no token chose are not read. Raises ValueError
+        for an expert that does not exist if routes are in host memory.
         """
         ...
 

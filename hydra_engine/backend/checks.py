@@ -19,12 +19,15 @@ from hydra_engine.backend.base import (
     DeltaInputs,
     HeadNorms,
     MixedRows,
+    PackedExperts,
     PagedCache,
     Rotary,
+    Routes,
     SamplingTensors,
     StateCache,
     StateRows,
 )
+from hydra_engine.backend.quantized import QuantizedWeight
 
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT_TYPES = "float32, bfloat16 or float16"
@@ -380,6 +383,48 @@ def check_bias(bias: Tensor | None, num_out: int) -> None:
     """Requires [num_out] of a compute dtype, or None."""
     if bias is not None and (bias.shape != (num_out,) or bias.dtype not in COMPUTE_DTYPES):
         raise ValueError(f"bias: expected [{num_out}] of a float type, got {described(bias)}")
+
+
+def check_expert_weights(
+    gate_up: Sequence[Tensor | QuantizedWeight], down: Sequence[Tensor | QuantizedWeight]
+) -> tuple[int, int]:
+    """Checks the arguments of `Ops.pack_experts`. Returns C and F."""
+    if not gate_up or len(gate_up) != len(down):
+        raise ValueError(f"gate_up, down: expected one weight per expert in each, got {len(gate_up)} and {len(down)}")
+    num_in, num_inner = down[0].shape
+    for name, weights, shape in (("gate_up", gate_up, (2 * num_inner, num_in)), ("down", down, (num_in, num_inner))):
+        for expert, weight in enumerate(weights):
+            if weight.shape != shape or _format(weight) != _format(weights[0]):
+                raise ValueError(
+                    f"{name}[{expert}]: expected {list(shape)} in {_format(weights[0])}, as the first expert's, got "
+                    f"{list(weight.shape)} in {_format(weight)}"
+                )
+    return num_in, num_inner
+
+
+def _format(weight: Tensor | QuantizedWeight) -> object:
+    """Dtype of a tensor, or the key of a quantised format."""
+    return weight.dtype if isinstance(weight, Tensor) else weight.stack_key
+
+
+def check_route(logits: Tensor, k: int, shared: Tensor | None) -> tuple[int, int]:
+    """Checks the arguments of `Ops.route`. Returns T and E."""
+    rows, columns = logits.shape if logits.dim() == 2 else (0, 0)
+    check_rows("logits", logits, columns, logits.dtype, on_host=False)
+    if not 1 <= k <= columns:
+        raise ValueError(f"k: expected 1 to {columns} experts, got {k}")
+    if shared is not None:
+        check_rows("shared", shared, 1, logits.dtype, rows, on_host=False)
+    return rows, columns
+
+
+def check_experts(x: Tensor, routes: Routes, experts: PackedExperts, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Checks the arguments of `Ops.experts`, not the contents of routes. Returns T, K and x's row stride."""
+    rows, stride = check_rows("x", x, experts.num_in, dtype, on_host=False)
+    chosen = routes.experts.shape[1] if routes.experts.dim() == 2 else 0
+    check_whole("experts", routes.experts, (rows, chosen), torch.int32)
+    check_whole("weights", routes.weights, (rows, chosen), torch.float32)
+    return rows, chosen, stride
 
 
 def check_rows(

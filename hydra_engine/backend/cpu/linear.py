@@ -7,6 +7,7 @@ not know instruction sets, threads or layouts; those are in csrc/cpu.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,14 @@ class NativeLinear:
 
     __slots__ = ("bias", "data", "dtype", "form", "handle", "num_in", "num_out")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, rows: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        rows: torch.dtype | None = None,
+        allocate: Callable[[int], Tensor] | None = None,
+    ) -> None:
+        """Packs the weight into memory of `allocate`, uint8 of that many bytes, aligned to 64."""
         checks.check_linear(weight, bias)
         checks.check_device(torch.device("cpu"), (("weight", weight),))
         weight = weight if weight.shape[1] <= 1 or weight.stride(1) == 1 else weight.contiguous()
@@ -44,7 +52,8 @@ class NativeLinear:
         if dtype is not torch.float32:
             weight = weight.to(dtype)
         form = *weight.shape, DTYPE_CODES[weight.dtype], DTYPE_CODES[dtype]
-        self._keep(form, _MEMORY.allocate(_C.packed_bytes(*form[:3])), _padded_bias(bias, form[0]))
+        data = (allocate or _MEMORY.allocate)(_C.packed_bytes(*form[:3]))
+        self._keep(form, data, _padded_bias(bias, form[0]))
         if weight.numel():
             self.handle.pack(weight.data_ptr(), weight.stride(0))
 
@@ -78,7 +87,10 @@ class NativeQuantizedLinear:
 
     __slots__ = ("bias", "data", "form", "handle", "num_in", "num_out")
 
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None) -> None:
+    def __init__(
+        self, weight: QuantizedWeight, bias: Tensor | None = None, allocate: Callable[[int], Tensor] | None = None
+    ) -> None:
+        """Packs the weight into memory of `allocate`, as `NativeLinear`."""
         checks.check_bias(bias, weight.num_out)
         values, scales = weight.values.contiguous(), weight.scales.contiguous()
         offsets, tops = (None if x is None else x.contiguous() for x in (weight.offsets, weight.block_scales))
@@ -86,7 +98,8 @@ class NativeQuantizedLinear:
         scale_dtype = torch.float32 if tops is not None else scales.dtype
         form: Form = (*weight.shape, scales.shape[1], weight.num_bits, DTYPE_CODES[scale_dtype])
         form += offsets is not None, tops is not None
-        self._keep(form, _MEMORY.allocate(_C.quantized_bytes(*form)), _padded_bias(bias, weight.num_out))
+        data = (allocate or _MEMORY.allocate)(_C.quantized_bytes(*form))
+        self._keep(form, data, _padded_bias(bias, weight.num_out))
         if self.data.numel():
             self.handle.pack(values.data_ptr(), scales.data_ptr(), _address(offsets), _address(tops))
 

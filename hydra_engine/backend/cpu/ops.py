@@ -30,6 +30,7 @@ from hydra_engine.backend.base import (
     HeadNorms,
     MixedRows,
     OpChoice,
+    PackedExperts,
     PackedPlan,
     PagedCache,
     Rotary,
@@ -41,7 +42,9 @@ from hydra_engine.backend.base import (
     StepInputs,
 )
 from hydra_engine.backend.cpu import linear as native_linear
+from hydra_engine.backend.cpu.experts import NativeExperts
 from hydra_engine.backend.cpu.linear import DTYPE_CODES, aligned
+from hydra_engine.backend.quantized import QuantizedWeight
 from hydra_engine.backend.reference.ops import ALL_OPS, ComposedOps, ReferenceOps
 
 logger = logging.getLogger(__name__)
@@ -512,7 +515,7 @@ class _Lent:
 # ---- all ops
 
 _COPIES = ("write_cache", "merge_image_tokens", "gather_cache", "copy_blocks")
-_MATRIX_PRODUCTS = ("linear", "attention_paged", "attention_packed")
+_MATRIX_PRODUCTS = ("linear", "experts", "attention_paged", "attention_packed")
 
 
 class NativeOps(CacheOps, StateOps, SamplingOps, ComposedOps):
@@ -532,6 +535,14 @@ class NativeOps(CacheOps, StateOps, SamplingOps, ComposedOps):
 
     def choices(self) -> tuple[OpChoice, ...]:
         return tuple(OpChoice(op, *_choice(op, _C.isa())) for op in ALL_OPS)
+
+    def pack_experts(
+        self,
+        gate_up: Sequence[Tensor | QuantizedWeight],
+        down: Sequence[Tensor | QuantizedWeight],
+        rows: torch.dtype | None = None,
+    ) -> PackedExperts:
+        return NativeExperts(gate_up, down, rows)
 
     def plan_attention(self, cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
         checks.check_plan_shapes(cu_q, num_context, block_tables)

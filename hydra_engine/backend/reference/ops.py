@@ -27,10 +27,12 @@ from hydra_engine.backend.base import (
     MixedRows,
     OpChoice,
     Ops,
+    PackedExperts,
     PackedLinear,
     PackedPlan,
     PagedCache,
     Rotary,
+    Routes,
     RowNorm,
     Segments,
     StateCache,
@@ -39,6 +41,7 @@ from hydra_engine.backend.base import (
 )
 from hydra_engine.backend.quantized import QuantizedWeight, float8_product, reference_product
 from hydra_engine.backend.reference import delta_rule
+from hydra_engine.backend.reference import experts as composed
 from hydra_engine.backend.reference.delta_rule import by_vectors
 from hydra_engine.backend.reference.sampling import adjust_logits, best_tokens, sample, score_tokens
 
@@ -78,6 +81,26 @@ class ComposedOps:
         self: Ops, x: Tensor | DeferredNorm, weights: Sequence[PackedLinear], act: Activation
     ) -> Tensor:
         return self.act_and_mul(concat_linear(self.linear, apply_deferred_norm(self, x), weights), act)
+
+    def pack_experts(
+        self: Ops,
+        gate_up: Sequence[Tensor | QuantizedWeight],
+        down: Sequence[Tensor | QuantizedWeight],
+        rows: torch.dtype | None = None,
+    ) -> PackedExperts:
+        checks.check_expert_weights(gate_up, down)
+        return composed.LinearExperts(
+            [self.pack_linear(weight, rows=rows) for weight in gate_up],
+            [self.pack_linear(weight, rows=rows) for weight in down],
+        )
+
+    def route(self: Ops, logits: Tensor, k: int, *, renormalise: bool, shared: Tensor | None = None) -> Routes:
+        return composed.route(logits, k, renormalise=renormalise, shared=shared)
+
+    def experts(self: Ops, x: Tensor, routes: Routes, experts: PackedExperts, act: Activation) -> Tensor:
+        """Implements `Ops.experts`, an expert at a time. Reads the routes on the host, so it cannot be captured."""
+        assert isinstance(experts, composed.LinearExperts)
+        return composed.experts(self, x, routes, experts, act)
 
     def linear_rope_and_write(
         self: Ops,
@@ -150,6 +173,7 @@ def padded(rows: Tensor, count: int) -> Tensor:
 
 ALL_OPS = (
     "linear",
+    "experts",
     "rms_norm",
     "add_rms_norm",
     "layer_norm",

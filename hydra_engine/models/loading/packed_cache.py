@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hydra_engine.backend.cpu.experts import NativeExperts
 from hydra_engine.backend.cpu.linear import NativeLinear, NativeQuantizedLinear
 from hydra_engine.backend.devices import load_extension
 from hydra_engine.errors import CheckpointError, ResourceError
@@ -104,6 +105,8 @@ def _described(kept: Kept) -> tuple[dict[str, Any], list[Tensor]]:
         whole = kept.contiguous()
         described = {"dtype": str(kept.dtype).removeprefix("torch."), "shape": list(kept.shape)}
         return described, [whole.view(-1).view(torch.uint8)]
+    if isinstance(kept, NativeExperts):
+        return {"experts": kept.num_experts, "forms": kept.forms}, list(kept.data)
     assert isinstance(kept, NativeLinear | NativeQuantizedLinear)
     bias = [] if kept.bias is None else [kept.bias.view(torch.uint8)]
     return {"quantized": isinstance(kept, NativeQuantizedLinear), "form": kept.form, "bias": bool(bias)}, [
@@ -117,6 +120,9 @@ def _restored(item: dict[str, Any], blobs: Iterator[Tensor]) -> Kept:
     if "dtype" in item:
         dtype: torch.dtype = getattr(torch, item["dtype"])
         return data[: math.prod(item["shape"]) * dtype.itemsize].view(dtype).view(item["shape"])
+    if "experts" in item:
+        forms = [tuple(form) for form in item["forms"]]
+        return NativeExperts.from_packed(item["experts"], forms, [data, next(blobs)])
     kind = NativeQuantizedLinear if item["quantized"] else NativeLinear
     return kind.from_packed(tuple(item["form"]), data, next(blobs).view(torch.float32) if item["bias"] else None)
 

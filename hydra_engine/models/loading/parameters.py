@@ -13,14 +13,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import Ops, PackedLinear
+from hydra_engine.backend.base import Ops, PackedExperts, PackedLinear
 from hydra_engine.backend.quantized import QuantizedWeight
 from hydra_engine.errors import CheckpointError
 
 Renames = tuple[tuple[str, str], ...]  # (how a name begins in a file, how the canonical name does); first match counts
 
 
-Kept = PackedLinear | Tensor
+Kept = PackedLinear | PackedExperts | Tensor
 
 
 class Holder(Protocol):
