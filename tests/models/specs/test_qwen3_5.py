@@ -143,7 +143,6 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     ),
     "text type of experts": ("text_config.model_type", "qwen3_5_moe_text", "'qwen3_5_moe_text' is not supported"),
     "experts": ("text_config.num_experts", 256, "must be absent: qwen3_5_text is a dense text model type, not '256'"),
-    "experts' class": ("architectures", ["Qwen3_5MoeForConditionalGeneration"], "there is one of Llava"),
     "width": ("vision_config.out_hidden_size", 99, "must be 2048, the decoder's hidden size"),
     "planes": ("vision_config.deepstack_visual_indexes", [5], "Qwen3.5 reads the tower's last layer, not '[5]'"),
     "gate": ("text_config.attn_output_gate", False, "attn_output_gate in text_config of config.json must be true"),
