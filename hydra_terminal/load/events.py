@@ -15,7 +15,7 @@ from typing import Any
 @dataclass(frozen=True, slots=True)
 class Stream:
     """A streamed answer. `stamps[i]` is when the i-th event with tokens was complete, `counts[i]` how many tokens it
-    brought. `ended`: the stream came to its `[DONE]`."""
+    brought. `ended`: the stream came to its `[DONE]`. `text`: the answer without its reasoning."""
 
     stamps: tuple[float, ...]
     counts: tuple[int, ...]
@@ -24,6 +24,7 @@ class Stream:
     finish_reason: str | None = None
     error: str | None = None
     ended: bool = False
+    text: str = ""
 
 
 def parse(chunks: Iterable[tuple[float, bytes]]) -> Stream:
@@ -36,6 +37,7 @@ def parse(chunks: Iterable[tuple[float, bytes]]) -> Stream:
     running: list[tuple[float, int]] = []  # (stamp, tokens so far)
     usage = metrics = finish_reason = error = None
     ended = False
+    texts: list[str] = []
     for stamp, data in _events(chunks):
         if data == b"[DONE]":
             ended = True
@@ -51,10 +53,11 @@ def parse(chunks: Iterable[tuple[float, bytes]]) -> Stream:
             finish_reason = choice.get("finish_reason") or finish_reason
             if _text(choice):
                 shown.append(stamp)
+            texts.append((choice.get("delta") or {}).get("content") or "")
             if chunk.get("usage"):
                 running.append((stamp, int(chunk["usage"].get("completion_tokens") or 0)))
     stamps, counts = _by_growth(running) if running else _by_events(shown, usage)
-    return Stream(stamps, counts, usage, metrics, finish_reason, error, ended)
+    return Stream(stamps, counts, usage, metrics, finish_reason, error, ended, "".join(texts))
 
 
 def _events(chunks: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:

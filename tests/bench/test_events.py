@@ -31,6 +31,7 @@ def test_running_usage_says_how_many_tokens_an_event_has() -> None:
     )
     assert stream.stamps == (1.0, 2.0) and stream.counts == (1, 2)
     assert stream.finish_reason == "length" and stream.ended and stream.error is None
+    assert stream.text == "ab"
 
 
 def test_tokens_held_back_until_the_end_are_counted_there() -> None:
@@ -50,6 +51,12 @@ def test_without_running_usage_each_text_is_a_token_and_the_rest_is_spread() -> 
 def test_an_event_without_text_is_no_token() -> None:
     chunks = [(1.0, event("")), (2.0, event("a")), (3.0, event(None, finish="stop")), (3.0, final(1))]
     assert parse(chunks).stamps == (2.0,)
+
+
+def test_reasoning_is_tokens_and_no_part_of_the_text() -> None:
+    reasoning = b'data: {"choices": [{"delta": {"reasoning_content": "hm"}}]}\n\n'
+    stream = parse([(1.0, reasoning), (2.0, event("a")), (3.0, final(2))])
+    assert stream.text == "a" and stream.stamps == (1.0, 2.0)
 
 
 def test_errors_comments_metrics_and_line_ends() -> None:
