@@ -6,6 +6,7 @@ PYBIND11_MODULE(_C, m) {
   hydra::register_cpu_info(m);
   hydra::register_linear(m);
   hydra::register_quantized(m);
+  hydra::register_experts(m);
   hydra::register_recording(m);
   hydra::register_elementwise(m);
   hydra::register_cache(m);

@@ -102,6 +102,40 @@ def decode_blocks(
 ) -> None: ...
 def transpose_words(source: int, rows: int, columns: int, target: int) -> None: ...
 
+# ---- mixtures of experts
+class PackedExperts:
+    """The weights of the first expert; those of the others follow each."""
+
+    def __init__(
+        self, gate_up: PackedWeight | PackedQuantized, down: PackedWeight | PackedQuantized, num_experts: int
+    ) -> None: ...
+
+def experts(
+    weights: PackedExperts,
+    x: int,
+    x_stride: int,
+    rows: int,
+    experts: int,
+    factors: int,
+    chosen: int,
+    out: int,
+    act: int,
+    dtype: int,
+) -> None: ...
+def route(
+    logits: int,
+    stride: int,
+    shared: int,  # 0: no shared expert
+    shared_stride: int,
+    rows: int,
+    num_experts: int,
+    chosen: int,
+    renormalise: bool,
+    dtype: int,
+    experts: int,
+    weights: int,
+) -> None: ...
+
 # ---- norms, gated activations, rotation
 def rms_norm(
     x: int,

@@ -19,6 +19,7 @@ T* pointer(Address address) {
 void register_cpu_info(pybind11::module_& m);
 void register_linear(pybind11::module_& m);
 void register_quantized(pybind11::module_& m);
+void register_experts(pybind11::module_& m);
 void register_recording(pybind11::module_& m);
 void register_elementwise(pybind11::module_& m);
 void register_cache(pybind11::module_& m);

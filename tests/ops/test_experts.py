@@ -28,13 +28,11 @@ def weights_of(experts: int, num_in: int, inner: int, form: str, dtype: torch.dt
         gate_up, down = ([in_two_levels(size, offsets=size[3] == 4) for _ in range(experts)] for size in sizes)
         return gate_up, down
     shapes = (2 * inner, num_in), (num_in, inner)
-    gate_up, down = (
-        [normal(*shape, seed=e, dtype=dtype) / shape[1] ** 0.5 for e in range(experts)] for shape in shapes
-    )
+    plain = [[normal(*shape, seed=e, dtype=dtype) / shape[1] ** 0.5 for e in range(experts)] for shape in shapes]
     if form == "float":
-        return gate_up, down
+        return plain[0], plain[1]
     bits, group = {"int8": (8, None), "int4": (4, 32)}[form]
-    many = [[quantized(w, bits, group or w.shape[1], torch.float16) for w in part] for part in (gate_up, down)]
+    many = [[quantized(w, bits, group or w.shape[1], torch.float16) for w in part] for part in plain]
     return many[0], many[1]
 
 
@@ -138,7 +136,7 @@ def test_outputs_match_float64(
 FORMS = ["float", "narrow", "int8", "int4", "two levels"]
 
 
-@pytest.mark.quick("float32", "bfloat16")
+@pytest.mark.quick("native", "reference-1-int4-torch.bfloat16", "reference-1-float-")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_products_have_the_bits_of_linear(ops: Ops, threads: int, form: str, dtype: torch.dtype) -> None:
@@ -157,7 +155,7 @@ def test_products_have_the_bits_of_linear(ops: Ops, threads: int, form: str, dty
         assert torch.equal(result[some], ops.linear(inside, ops.pack_linear(down[expert], rows=dtype))), expert
 
 
-@pytest.mark.quick("float32", "bfloat16")
+@pytest.mark.quick("native", "reference-1-int4-torch.bfloat16", "reference-1-float-")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_row_does_not_depend_on_the_others(ops: Ops, threads: int, form: str, dtype: torch.dtype) -> None:
@@ -203,6 +201,16 @@ def test_experts_without_rows_and_routes_without_experts_are_legal(ops: Ops, dty
     assert torch.equal(result[others], ops.experts(x, routes, packed, "silu")[others])
 
 
+def test_a_token_may_choose_an_expert_twice(ops: Ops) -> None:
+    packed = ops.pack_experts(*weights_of(4, 32, 16, "float", torch.float32))
+    x, weights = normal(1, 32, seed=9), torch.tensor([[0.25, 0.5, 0.125]])
+    twice = ops.experts(x, Routes(torch.tensor([[2, 2, 1]], dtype=torch.int32), weights), packed, "silu")
+    parts = [
+        ops.experts(x, Routes(torch.tensor([[e]], dtype=torch.int32), torch.ones(1, 1)), packed, "silu") for e in (2, 1)
+    ]
+    torch.testing.assert_close(twice, parts[0] * 0.75 + parts[1] * 0.125)
+
+
 def test_wrong_arguments_are_named_with_expected_and_actual(ops: Ops) -> None:
     gate_up, down = weights_of(4, 32, 16, "float", torch.float32)
     packed, x, routes = ops.pack_experts(gate_up, down), normal(6, 32), routes_of(6, 4, 2)
@@ -218,9 +226,9 @@ def test_wrong_arguments_are_named_with_expected_and_actual(ops: Ops) -> None:
     with pytest.raises(ValueError, match="one weight per expert in each, got 4 and 3"):
         ops.pack_experts(gate_up, down[:3])
     with pytest.raises(ValueError, match=r"gate_up\[2\]: expected \[32, 32\].*got \[30, 32\]"):
-        ops.pack_experts([*gate_up[:2], gate_up[2][:30], gate_up[3]], down)  # type: ignore[misc,list-item]
+        ops.pack_experts([*gate_up[:2], normal(30, 32), gate_up[3]], down)
     with pytest.raises(ValueError, match=r"down\[3\]: expected .*float32.*got .*bfloat16"):
-        ops.pack_experts(gate_up, [*down[:3], down[3].bfloat16()])  # type: ignore[misc,union-attr,list-item]
+        ops.pack_experts(gate_up, [*down[:3], normal(32, 16, dtype=torch.bfloat16)])
     for k in (0, 5):
         with pytest.raises(ValueError, match=f"k: expected 1 to 4 experts, got {k}"):
             ops.route(torch.zeros(2, 4), k, renormalise=True)

@@ -119,6 +119,22 @@ class Recurrent(Layers):
         return torch.cat((out.flatten(1), mixed[:, HEADS * DIM :]), dim=1)
 
 
+class Mixture(Layers):
+    """Layers whose tokens choose experts, others in each step, beside a shared one."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        gate_up, down = ([self.normal(*shape) / 8 for _ in range(7)] for shape in ((2 * INNER, SIZE), (SIZE, INNER)))
+        self._experts = self.ops.pack_experts(gate_up, down, dtype)
+        self._router = self.ops.pack_linear(self.normal(6, SIZE))
+        self._gate = self.ops.pack_linear(self.normal(1, SIZE))
+
+    def qkv(self, hidden: Tensor, layer: int, states: States | None) -> Tensor:
+        logits, shared = self.ops.linear(hidden, self._router), self.ops.linear(hidden, self._gate)
+        routes = self.ops.route(logits, 2, renormalise=True, shared=shared)
+        return super().qkv(self.ops.experts(hidden, routes, self._experts, "silu"), layer, states)
+
+
 def expected_of(layers: Layers, given: Given) -> tuple[Tensor, ...]:
     """Results of the layers themselves and contents of copied caches; the inputs are unchanged."""
     token_ids, positions, angles, cache, places = given
@@ -137,7 +153,7 @@ def left_in(given: Given) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", [Layers, SeveralForms, Recurrent])
+@pytest.mark.parametrize("kind", [Layers, SeveralForms, Recurrent, Mixture])
 @torch.inference_mode()
 def test_replays_are_the_calls(isa: str, threads: int, kind: type[Layers], dtype: torch.dtype) -> None:
     layers = kind(dtype)

@@ -87,17 +87,6 @@ void pack_panel(const PackedWeight& packed, const char* weight, int64_t row_byte
   }
 }
 
-void linear_part(const LinearCall& call, const LinearPart& part) {
-#if HYDRA_X86
-  const Isa isa = current_isa();
-  if (isa == Isa::amx && call.weight.is_bf16()) return amx::linear_part_bf16(call, part);
-  if (isa >= Isa::avx512bf16 && call.weight.is_bf16()) return avx512bf16::linear_part_bf16(call, part);
-  if (isa >= Isa::avx512) return avx512::linear_part(call, part);
-  if (isa == Isa::avx2) return avx2::linear_part(call, part);
-#endif
-  scalar::linear_part(call, part);
-}
-
 void linear_parts(const LinearCall& call) {
   multiply_parts(call.weight, call.rows, [&](const LinearPart& part) { linear_part(call, part); });
 }
@@ -128,6 +117,17 @@ void linear_packed_rows(const LinearCall& call) {
 #endif
 
 }  // namespace
+
+void linear_part(const LinearCall& call, const LinearPart& part) {
+#if HYDRA_X86
+  const Isa isa = current_isa();
+  if (isa == Isa::amx && call.weight.is_bf16()) return amx::linear_part_bf16(call, part);
+  if (isa >= Isa::avx512bf16 && call.weight.is_bf16()) return avx512bf16::linear_part_bf16(call, part);
+  if (isa >= Isa::avx512) return avx512::linear_part(call, part);
+  if (isa == Isa::avx2) return avx2::linear_part(call, part);
+#endif
+  scalar::linear_part(call, part);
+}
 
 void pack_weight(const PackedWeight& packed, const void* weight, int64_t weight_stride) {
   const int64_t row_bytes = weight_stride * element_size(packed.dtype), panels = packed.num_panels();

@@ -61,7 +61,10 @@ void pack_weight(const PackedWeight& packed, const void* weight, int64_t weight_
 
 void linear(const LinearCall& call);
 
-// One rectangle on the calling thread.
+// One rectangle on the calling thread, at the current level.
+void linear_part(const LinearCall& call, const LinearPart& part);
+
+// The same at one level.
 namespace scalar {
 void linear_part(const LinearCall& call, const LinearPart& part);
 }

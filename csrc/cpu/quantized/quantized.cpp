@@ -138,6 +138,8 @@ Way way_of(const QuantizedCall& call) {
   return Way::scalar;
 }
 
+}  // namespace
+
 void quantize_rows(const QuantizedCall& call, int64_t begin, int64_t end) {
 #if HYDRA_X86
   if (way_of(call) >= Way::avx512vnni) return avx512vnni::quantize_rows(call, begin, end);
@@ -155,8 +157,7 @@ void quantized_part(const QuantizedCall& call, const LinearPart& part) {
   scalar::quantized_part(call, part);
 }
 
-void quantize_all_rows(QuantizedCall& call, Scratch& numbers, Scratch& groups) {
-  constexpr int64_t kElementsPerThread = 1 << 15;
+void reserve_rows(QuantizedCall& call, Scratch& numbers, Scratch& groups) {
   const int64_t rows = call.result.rows, sums = rows * call.weight.groups, places = sums * call.weight.parts();
   QuantizedRows& target = call.rows;
   target.number_bytes = way_of(call) == Way::avx2 && call.weight.num_bits == 8 ? 2 : 1;
@@ -171,11 +172,21 @@ void quantize_all_rows(QuantizedCall& call, Scratch& numbers, Scratch& groups) {
   target.row_sums = target.steps + 3 * places;
   target.has_low = reinterpret_cast<uint8_t*>(target.row_sums + sums);
   target.any_low = target.has_low + places;
-  const int64_t grain = ceil_div(kElementsPerThread, std::max<int64_t>(1, call.weight.num_in));
-  parallel_for(rows, grain, [&](int64_t begin, int64_t end) { quantize_rows(call, begin, end); });
 }
 
-}  // namespace
+QuantizedRows rows_from(const QuantizedRows& rows, const PackedQuantized& weight, int64_t row) {
+  QuantizedRows result = rows;
+  const int64_t bytes = row * block_stride(weight.num_bits, rows.number_bytes);
+  result.numbers += bytes;
+  result.low += bytes;
+  result.steps += row;
+  result.zeros += row;
+  result.low_zeros += row;
+  result.has_low += row;
+  result.any_low += row;
+  result.row_sums += row;
+  return result;
+}
 
 void pack_quantized(const PackedQuantized& packed, const QuantizedTensors& weight) {
   parallel_for(packed.num_panels(), [&](int64_t begin, int64_t end) {
@@ -197,7 +208,8 @@ void linear_quantized(const QuantizedCall& call) {
       chunk.result.residual =
           static_cast<const char*>(call.result.residual) + begin * call.result.residual_stride * out_size;
     }
-    quantize_all_rows(chunk, numbers, groups);
+    reserve_rows(chunk, numbers, groups);
+    for_quantized_rows(chunk, [&](int64_t first, int64_t last) { quantize_rows(chunk, first, last); });
     multiply_parts(chunk.weight, chunk.result.rows, [&](const LinearPart& part) { quantized_part(chunk, part); });
   }
 }

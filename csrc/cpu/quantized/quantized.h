@@ -20,6 +20,8 @@
 #include <cstdint>
 
 #include "cpu/linear/linear.h"
+#include "cpu/scratch.h"
+#include "cpu/thread_pool.h"
 
 namespace hydra {
 
@@ -117,6 +119,23 @@ struct QuantizedCall {
 void pack_quantized(const PackedQuantized& packed, const QuantizedTensors& weight);
 
 void linear_quantized(const QuantizedCall& call);
+
+// ---- the steps of `linear_quantized`, at the current level
+
+// Lets call.rows have memory for call.result.rows rows.
+void reserve_rows(QuantizedCall& call, Scratch& numbers, Scratch& groups);
+// Fills call.rows for rows [begin, end), on the calling thread.
+void quantize_rows(const QuantizedCall& call, int64_t begin, int64_t end);
+// Calls quantize(begin, end) for ranges that cover the call's rows, each on one thread.
+template <class Quantize>
+void for_quantized_rows(const QuantizedCall& call, Quantize&& quantize) {
+  constexpr int64_t kElementsPerThread = 1 << 15;
+  parallel_for(call.result.rows, ceil_div(kElementsPerThread, std::max<int64_t>(1, call.weight.num_in)), quantize);
+}
+// The rows from `row` on.
+QuantizedRows rows_from(const QuantizedRows& rows, const PackedQuantized& weight, int64_t row);
+// One rectangle, on the calling thread. Its rows are counted from the first of call.rows.
+void quantized_part(const QuantizedCall& call, const LinearPart& part);
 
 // Every level has these: quantize_rows fills call.rows for rows [begin, end); quantized_part computes one rectangle.
 namespace scalar {

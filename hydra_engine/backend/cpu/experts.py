@@ -1,4 +1,8 @@
-"""Mixtures of experts of the native extension: all matrices of a kind behind one another in one piece of memory."""
+"""Mixtures of experts of the native extension: the choice of experts, and their outputs.
+
+All matrices of a kind lie behind one another in one piece of memory. Checks shapes and dtypes, and passes addresses, as
+linear.py does; csrc/cpu/experts divides the work.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +12,28 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hydra_engine import _C
 from hydra_engine.backend import checks
-from hydra_engine.backend.cpu.linear import Form, NativeLinear, NativeQuantizedLinear, aligned
+from hydra_engine.backend.base import Activation, PackedExperts, Routes
+from hydra_engine.backend.cpu.linear import (
+    DTYPE_CODES,
+    Form,
+    NativeLinear,
+    NativeQuantizedLinear,
+    activation_code,
+    aligned,
+)
 from hydra_engine.backend.quantized import QuantizedWeight
-from hydra_engine.backend.reference.experts import LinearExperts
 
 _FLOAT_FIELDS = 4  # of the form of floats; that of quantised weights has more
 
 
-class NativeExperts(LinearExperts):
+class NativeExperts:
     """`PackedExperts` in the layouts of `NativeLinear` or `NativeQuantizedLinear`.
 
-    data: the packed bytes of all gate_up and of all down matrices, uint8 each. forms: of one matrix of each.
+    data: the packed bytes of all gate_up and of all down matrices, uint8 each. forms: of one matrix of each. `dtype`:
+    of x; None if it may have any compute dtype.
     """
-
-    forms: tuple[Form, Form]
-    data: tuple[Tensor, Tensor]
 
     def __init__(
         self,
@@ -32,7 +42,7 @@ class NativeExperts(LinearExperts):
         rows: torch.dtype | None = None,
     ) -> None:
         checks.check_expert_weights(gate_up, down)
-        self._keep(_packed(gate_up, rows), _packed(down, rows))
+        self._keep(len(down), _packed(gate_up, rows), _packed(down, rows))
 
     @classmethod
     def from_packed(cls, num_experts: int, forms: Sequence[Form], data: Sequence[Tensor]) -> NativeExperts:
@@ -42,20 +52,28 @@ class NativeExperts(LinearExperts):
         """
         result = cls.__new__(cls)
         gate_up, down = (_restored(num_experts, *part) for part in zip(forms, data, strict=True))
-        result._keep(gate_up, down)
+        result._keep(num_experts, gate_up, down)
         return result
 
-    def _keep(self, gate_up: _Matrices, down: _Matrices) -> None:
-        super().__init__(gate_up.weights, down.weights)
-        self.forms = gate_up.weights[0].form, down.weights[0].form
+    def _keep(self, num_experts: int, gate_up: _Matrices, down: _Matrices) -> None:
+        self.num_experts = num_experts
+        self.num_in, self.num_inner = down.first.num_out, down.first.num_in
+        self.forms = gate_up.first.form, down.first.form
         self.data = gate_up.data, down.data
+        dtypes = [part.first.dtype for part in (gate_up, down) if isinstance(part.first, NativeLinear)]
+        self.dtype = dtypes[0] if dtypes else None
+        self.handle = _C.PackedExperts(gate_up.first.handle, down.first.handle, num_experts)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.data)
 
 
 class _Matrices(NamedTuple):
-    """Packed weights over equal parts of `data`."""
+    """Packed weights of one form in equal parts of `data`, and the first of them."""
 
     data: Tensor
-    weights: list[NativeLinear] | list[NativeQuantizedLinear]
+    first: NativeLinear | NativeQuantizedLinear
 
 
 class _Parts:
@@ -75,16 +93,42 @@ class _Parts:
 def _packed(weights: Sequence[Tensor | QuantizedWeight], rows: torch.dtype | None) -> _Matrices:
     """Packs weights of one format."""
     parts = _Parts(len(weights))
-    if isinstance(weights[0], QuantizedWeight):
-        quantized = [NativeQuantizedLinear(weight, None, parts) for weight in weights]  # type: ignore[arg-type]
-        return _Matrices(parts.data, quantized)
-    packed = [NativeLinear(weight, None, rows, parts) for weight in weights]  # type: ignore[arg-type]
-    return _Matrices(parts.data, packed)
+    packed = [
+        NativeQuantizedLinear(weight, None, parts)
+        if isinstance(weight, QuantizedWeight)
+        else NativeLinear(weight, None, rows, parts)
+        for weight in weights
+    ]
+    return _Matrices(parts.data, packed[0])
 
 
 def _restored(count: int, form: Form, data: Tensor) -> _Matrices:
-    """Returns `count` weights of this form over equal parts of `data`."""
+    """Returns `count` weights of this form in equal parts of `data`."""
     kind = NativeLinear if len(form) == _FLOAT_FIELDS else NativeQuantizedLinear
     num_bytes = kind.from_packed(form, data, None).data.nbytes
-    weights = [kind.from_packed(form, data[part * num_bytes :], None) for part in range(count)]
-    return _Matrices(data[: count * num_bytes], weights)  # type: ignore[arg-type]
+    kind.from_packed(form, data[(count - 1) * num_bytes :], None)  # raises ValueError if the last one is not there
+    return _Matrices(data[: count * num_bytes], kind.from_packed(form, data, None))
+
+
+def route(logits: Tensor, k: int, *, renormalise: bool, shared: Tensor | None = None) -> Routes:
+    """`Ops.route`."""
+    rows, columns = checks.check_route(logits, k, shared)
+    chosen = k if shared is None else k + 1
+    experts = torch.empty((rows, chosen), dtype=torch.int32)
+    weights = torch.empty((rows, chosen), dtype=torch.float32)
+    gates = (0, 0) if shared is None else (shared.data_ptr(), shared.stride(0))
+    results = experts.data_ptr(), weights.data_ptr()
+    sizes = logits.data_ptr(), logits.stride(0), *gates, rows, columns, k
+    _C.route(*sizes, renormalise, DTYPE_CODES[logits.dtype], *results)
+    return Routes(experts, weights)
+
+
+def experts(x: Tensor, routes: Routes, experts: PackedExperts, act: Activation) -> Tensor:
+    """`Ops.experts`."""
+    assert isinstance(experts, NativeExperts)
+    rows, chosen, stride = checks.check_experts(x, routes, experts, experts.dtype or x.dtype)
+    out = torch.empty((rows, experts.num_in), dtype=x.dtype)
+    addresses = routes.experts.data_ptr(), routes.weights.data_ptr(), chosen, out.data_ptr()
+    code = activation_code(act)
+    _C.experts(experts.handle, x.data_ptr(), stride, rows, *addresses, code, DTYPE_CODES[x.dtype])
+    return out

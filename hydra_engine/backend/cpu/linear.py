@@ -152,7 +152,7 @@ def linear(
         _, residual_stride = checks.check_rows("residual", residual, weight.num_out, out_dtype, rows)
         address = residual.data_ptr()
     out = torch.empty((rows, weight.num_out), dtype=out_dtype)
-    shared = x.data_ptr(), stride, rows, out.data_ptr(), _activation_code(act)
+    shared = x.data_ptr(), stride, rows, out.data_ptr(), activation_code(act)
     if isinstance(weight, NativeLinear):
         _C.linear(weight.handle, *shared, DTYPE_CODES[out_dtype], address, residual_stride)
     else:
@@ -212,7 +212,7 @@ def act_and_mul(gate_up: Tensor, act: Activation) -> Tensor:
         raise ValueError(f"gate_up: expected [T, 2 * F], got {checks.described(gate_up)}")
     width, dtype = both // 2, gate_up.dtype
     out = torch.empty((rows, width), dtype=dtype)
-    _C.act_and_mul(gate_up.data_ptr(), stride, out.data_ptr(), rows, width, _activation_code(act), DTYPE_CODES[dtype])
+    _C.act_and_mul(gate_up.data_ptr(), stride, out.data_ptr(), rows, width, activation_code(act), DTYPE_CODES[dtype])
     return out
 
 
@@ -226,7 +226,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-def _activation_code(act: str) -> int:
+def activation_code(act: str) -> int:
     """The extension's number of an activation. Raises ValueError for an unknown one."""
     code = ACTIVATION_CODES.get(act)
     if code is None:

@@ -30,7 +30,6 @@ from hydra_engine.backend.base import (
     HeadNorms,
     MixedRows,
     OpChoice,
-    PackedExperts,
     PackedPlan,
     PagedCache,
     Rotary,
@@ -41,10 +40,9 @@ from hydra_engine.backend.base import (
     States,
     StepInputs,
 )
+from hydra_engine.backend.cpu import experts as native_experts
 from hydra_engine.backend.cpu import linear as native_linear
-from hydra_engine.backend.cpu.experts import NativeExperts
 from hydra_engine.backend.cpu.linear import DTYPE_CODES, aligned
-from hydra_engine.backend.quantized import QuantizedWeight
 from hydra_engine.backend.reference.ops import ALL_OPS, ComposedOps, ReferenceOps
 
 logger = logging.getLogger(__name__)
@@ -526,6 +524,9 @@ class NativeOps(CacheOps, StateOps, SamplingOps, ComposedOps):
 
     pack_linear = staticmethod(native_linear.pack_linear)
     linear = staticmethod(native_linear.linear)
+    pack_experts = staticmethod(native_experts.NativeExperts)
+    route = staticmethod(native_experts.route)
+    experts = staticmethod(native_experts.experts)
     rms_norm = staticmethod(native_linear.rms_norm)
     add_rms_norm = staticmethod(native_linear.add_rms_norm)
     layer_norm = staticmethod(native_linear.layer_norm)
@@ -535,14 +536,6 @@ class NativeOps(CacheOps, StateOps, SamplingOps, ComposedOps):
 
     def choices(self) -> tuple[OpChoice, ...]:
         return tuple(OpChoice(op, *_choice(op, _C.isa())) for op in ALL_OPS)
-
-    def pack_experts(
-        self,
-        gate_up: Sequence[Tensor | QuantizedWeight],
-        down: Sequence[Tensor | QuantizedWeight],
-        rows: torch.dtype | None = None,
-    ) -> PackedExperts:
-        return NativeExperts(gate_up, down, rows)
 
     def plan_attention(self, cu_q: Tensor, num_context: Tensor, block_tables: Tensor) -> AttentionPlan:
         checks.check_plan_shapes(cu_q, num_context, block_tables)

@@ -67,6 +67,7 @@ _CHOICES = {
         f"Triton up to {cuda_linear.SMALL_ROWS} rows and for quantised weights; cuBLAS above, where an activation, or "
         "a residual beside a bias, acts on the rounded product; more rows meet 8-bit floats on tensor cores, rounded",
     ),
+    "route": ("torch", "a sort of each row's logits"),
     "experts": ("linear", "an expert at a time; routes are read on the host, so these steps are not captured"),
     **dict.fromkeys(
         ("rms_norm", "add_rms_norm", "layer_norm", "act_and_mul", "rotate", "gated_rms_norm", "sigmoid_mul"), _TRITON

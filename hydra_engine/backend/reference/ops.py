@@ -173,6 +173,7 @@ def padded(rows: Tensor, count: int) -> Tensor:
 
 ALL_OPS = (
     "linear",
+    "route",
     "experts",
     "rms_norm",
     "add_rms_norm",
