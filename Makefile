@@ -18,7 +18,7 @@ help:
 	@echo "make siege   attacks on the server, five minutes on two cores, and that it fails without one of its guards"
 	@echo "make check   format, lint, types, architecture"
 	@echo "make docs    the API reference, in build/docs"
-	@echo "make support the table of model families in docs/models.md, from the parity tests"
+	@echo "make support the tables of model families and of transformers' types in docs/, from the parity tests"
 	@echo "make bench   the quick benchmarks of this machine, in build/bench or DIR=..."
 	@echo "make peers   llama.cpp, OpenVINO GenAI and vLLM's CPU build for bench.compare, in build/peers: half an hour, 6 GB"
 	@echo "make gpu-check  on a machine with a GPU: builds, tests and measures, in build/gpu-check or DIR=..."
@@ -98,11 +98,12 @@ check: build
 docs: build
 	@$(BIN)/python -m tools.api_reference build/docs
 
-# The table of model families in docs/models.md, from the results of the tests that gate them.
-SUPPORT_TESTS := tests/models tests/server/test_families.py tests/engine/test_generic.py
+# The tables of docs/models.md and docs/transformers-models.md, from the results of the tests that gate them.
+SUPPORT_TESTS := tests/models tests/server/test_families.py tests/engine/test_generic.py tests/engine/test_transformers_models.py
 support: build
 	@$(BIN)/python -m pytest -q -n 2 --dist worksteal -o junit_family=xunit1 --junitxml=build/support.xml $(SUPPORT_TESTS)
 	@$(BIN)/python -m tests.support_table build/support.xml
+	@$(BIN)/python -m tests.transformers_models build/support.xml
 
 # The quick set of the micro-benchmarks: a document of each, summary.md and summary.png. DIR=... puts them elsewhere.
 bench: build

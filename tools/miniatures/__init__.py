@@ -13,6 +13,7 @@ from typing import Any
 
 import transformers
 
+from tools.miniatures.adapted import ADAPTED
 from tools.miniatures.base import TEXT, TinyFamily, make_checkpoint
 from tools.miniatures.gemma3 import GEMMA3
 from tools.miniatures.idefics3 import IDEFICS3
@@ -50,6 +51,7 @@ TINY: dict[str, TinyFamily] = {
     "idefics3": IDEFICS3,
     "llava_onevision": LLAVA_ONEVISION,
     "llava_phi3": LLAVA_PHI3,
+    **ADAPTED,
     **{
         model_type: _text_only(model_type)
         for model_type in ("llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", "phi3")
