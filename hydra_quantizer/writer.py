@@ -86,6 +86,7 @@ def write_quantized(
     renames = () if spec.vision is None else vision_class(spec).renames
     with SafetensorsCheckpoint(model_dir, renames) as files, torch.inference_mode():
         files.check_places()
+        files.split_experts()
         source, stays = _Source(files, spec), _Ignored(ignore)
         pieces = _pieces(source, spec, AT_LOAD[wanted], stays)
         stays.check(source.stored_name(name).removesuffix(".weight") for name in source.entries)

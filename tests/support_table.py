@@ -30,14 +30,18 @@ FAMILIES = {
         "Qwen/Qwen3.5-0.8B, 2B, 4B, 9B, 27B, Qwen3.6-27B, Qwen3.8-27B",
         "pictures of any size, videos",
     ),
-    "internvl": ("InternVL 2.5, 3", "OpenGVLab/InternVL3-1B-hf to 78B-hf", "pictures in tiles"),
+    "internvl": (
+        "InternVL 2.5, 3, 3.5",
+        "OpenGVLab/InternVL3-1B-hf to 78B-hf, InternVL3_5-1B-HF to 38B-HF, 30B-A3B-HF",
+        "pictures in tiles",
+    ),
     "minicpmv4_6": ("MiniCPM-V 4.6", "openbmb/MiniCPM-V-4.6", "pictures in slices, videos"),
     "generic": (
         "anything else",
         "`--model-impl transformers`: tested on SmolVLM, Idefics3, Gemma 3, LLaVA-OneVision, LLaVA of other parts",
         "pictures",
     ),
-    "text": ("text only", "Llama, Mistral, Qwen2, Qwen3, Qwen3.5", "no vision lane"),
+    "text": ("text only", "Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Qwen3.5", "no vision lane"),
 }
 CHECKS = {  # how the names of tests begin, and what they check
     "test_positions": "positions",

@@ -109,7 +109,7 @@ def layer_parameters(language: LanguageSpec) -> int:
 def parameters_behind_attention(language: LanguageSpec) -> int:
     """Weights of the products behind a layer's attention."""
     c = language.hidden_size
-    return language.num_heads * language.head_dim * c + 3 * c * language.intermediate_size
+    return language.num_heads * language.head_dim * c + 3 * c * language.num_active_inner
 
 
 Matrices = tuple[float, float]  # bytes of a weight of the layers, and of the head

@@ -134,7 +134,9 @@ class _Roofline:
         self._weights_per_s = WEIGHTS_SHARE * device.memory_bytes_per_s
         self._keys_per_s = KEYS_SHARE * device.memory_bytes_per_s
         self._copied_per_s = COPY_SHARE * device.memory_bytes_per_s  # read and written bytes together
-        self._weights_s = weight_bytes(spec, dtype_bytes) / self._weights_per_s
+        self._weights_bytes = weight_bytes(spec, dtype_bytes)
+        kept = spec.held_on("cuda:0").at_load or spec.held_on("cuda:0").quantization
+        self._expert_bytes = dtype_bytes if kept is None else kept.held_bytes(dtype_bytes)  # of a weight
         self._row_s = spec.language.flops_per_token(0) / self._products_per_s
 
     def surface(self) -> CostSurface:
@@ -155,14 +157,19 @@ class _Roofline:
         return surface if vision is None else self._beside(surface, vision)
 
     def _rows(self) -> Curve:
-        """Weights are read once, however many rows there are; from the ridge on arithmetic takes longer."""
-        ridge = round(self._weights_s / self._row_s) - IDLE_ROWS
+        """Weights are read once, however many rows there are, but for experts that no row chose; from the ridge on
+        arithmetic takes longer."""
+        ridge = round(self._weights_s(_ROWS[-1]) / self._row_s) - IDLE_ROWS
         knots = sorted({*_ROWS, max(ridge, 1)})
         return Curve(tuple(map(float, knots)), tuple(map(self._rows_s, knots)))
 
+    def _weights_s(self, rows: int) -> float:
+        unread = self._spec.language.num_unread_parameters(rows) * self._expert_bytes
+        return (self._weights_bytes - unread) / self._weights_per_s
+
     def _rows_s(self, rows: int) -> float:
         launches_s = self._spec.language.num_layers * (SHORT_WAVE_S + LAUNCHES_S)
-        return max(self._weights_s, (rows + IDLE_ROWS) * self._row_s) + launches_s
+        return max(self._weights_s(rows), (rows + IDLE_ROWS) * self._row_s) + launches_s
 
     def _patches(self, vision: VisionSpec) -> Curve:
         return Curve(tuple(map(float, _PATCHES)), tuple(self._patches_s(vision, count) for count in _PATCHES))
@@ -194,7 +201,7 @@ class _Roofline:
 
     def _language_use(self, surface: CostSurface, load: LanguageLoad) -> Use:
         compute_s = load.num_rows * self._row_s + surface.per_pair_s * load.prefill_pairs
-        memory_s = self._weights_s + surface.per_key_s * load.decode_context
+        memory_s = self._weights_s(load.num_rows) + surface.per_key_s * load.decode_context
         return _use(compute_s, memory_s, surface.language_s(load))
 
     def _vision_use(self, surface: CostSurface, vision: VisionSpec) -> Use:

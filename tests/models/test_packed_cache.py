@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hydra_engine import Engine
 from hydra_engine.backend.base import Backend
+from hydra_engine.backend.cpu.experts import NativeExperts
 from hydra_engine.backend.select import create_backend
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.instances import EPD, Role
@@ -52,12 +53,15 @@ def load(
 def kept(model: VisionLanguageModel) -> list[tuple[object, Tensor, Tensor | None]]:
     """The form, the bytes and the bias of each weight."""
     items = [item for holder in model.holders for item in holder.packed]
-    return [
-        ((item.dtype, item.shape), item.contiguous().view(-1).view(torch.uint8), None)
-        if isinstance(item, Tensor)
-        else ((type(item), item.form), item.data, item.bias)
-        for item in items
-    ]
+    found: list[tuple[object, Tensor, Tensor | None]] = []
+    for item in items:
+        if isinstance(item, Tensor):
+            found.append(((item.dtype, item.shape), item.contiguous().view(-1).view(torch.uint8), None))
+        elif isinstance(item, NativeExperts):
+            found += [((item.num_experts, form), data, None) for form, data in zip(item.forms, item.data, strict=True)]
+        else:
+            found.append(((type(item), item.form), item.data, item.bias))
+    return found
 
 
 def assert_same(one: VisionLanguageModel, other: VisionLanguageModel) -> None:
@@ -76,7 +80,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("family", "quantization"),
-    [("llava", "auto"), ("qwen2_5_vl", "int4"), ("internvl", "int8"), ("minicpmv4_6", "auto")],
+    [("llava", "auto"), ("qwen2_5_vl", "int4"), ("internvl", "int8"), ("minicpmv4_6", "auto"), ("qwen3_moe", "int4")],
 )
 def test_what_is_mapped_is_what_was_packed(
     checkpoint: CheckpointFactory,

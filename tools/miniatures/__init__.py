@@ -14,7 +14,7 @@ from typing import Any
 import transformers
 
 from tools.miniatures.adapted import ADAPTED
-from tools.miniatures.base import TEXT, TinyFamily, make_checkpoint
+from tools.miniatures.base import MIXTURE, TEXT, TinyFamily, make_checkpoint
 from tools.miniatures.gemma3 import GEMMA3
 from tools.miniatures.idefics3 import IDEFICS3
 from tools.miniatures.internvl import INTERNVL
@@ -28,9 +28,10 @@ from tools.miniatures.smolvlm import SMOLVLM
 
 
 def _text_only(model_type: str) -> TinyFamily:
+    default = {**TEXT, **(MIXTURE if "moe" in model_type else {})}
     return TinyFamily(
         lambda text, vision, overrides: transformers.AutoConfig.for_model(
-            model_type, **{**TEXT, **text, **vision, **overrides}
+            model_type, **{**default, **text, **vision, **overrides}
         ),
         lambda directory, _config, tokenizer: tokenizer.save_pretrained(directory),
         with_images=False,
@@ -54,7 +55,7 @@ TINY: dict[str, TinyFamily] = {
     **ADAPTED,
     **{
         model_type: _text_only(model_type)
-        for model_type in ("llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", "phi3")
+        for model_type in ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_5_text", "phi3")
     },
 }
 

@@ -37,6 +37,8 @@ TEXT: dict[str, Any] = {
     "eos_token_id": EOS_ID,
     "pad_token_id": PAD_ID,
 }
+# A mixture of experts in place of the MLPs.
+MIXTURE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 
 
 def chat_template(image: str = IMAGE_TOKEN, video: str = "") -> str:

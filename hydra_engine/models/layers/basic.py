@@ -98,7 +98,7 @@ class Linear:
             joined = [_scaled(weight, part) for weight, part in zip(joined, factors.split(counts), strict=True)]
             bias = None if bias is None else _scaled_tensor(bias, factors)
         biases = [None] * len(counts) if bias is None else bias.split(counts)
-        joined = [_padded(_quantized(weight, self._quantize), 0, self._spare_in) for weight in joined]
+        joined = [_padded(quantized_weight(weight, self._quantize), 0, self._spare_in) for weight in joined]
         self.packed = tuple(map(self._ops.pack_linear, joined, biases, repeat(self._dtype)))
 
     def _joined(self, parts: list[Tensor | QuantizedWeight]) -> list[Tensor | QuantizedWeight]:
@@ -121,7 +121,7 @@ class Linear:
         return stacked(weights).rows(self._arrange(list(torch.arange(sum(counts)).split(counts))))
 
 
-def _quantized(weight: Tensor | QuantizedWeight, num_bits: int | None) -> Tensor | QuantizedWeight:
+def quantized_weight(weight: Tensor | QuantizedWeight, num_bits: int | None) -> Tensor | QuantizedWeight:
     """Quantises a float weight to `num_bits`. Returns it as it is if that is None or the weight is quantised
     already."""
     if num_bits is None or isinstance(weight, QuantizedWeight):
@@ -208,6 +208,10 @@ class RmsNorm:
         (packed,) = linear.packed
         return self._ops.linear_add_rms_norm(x, packed, residual, self._weight.tensor, self._eps)
 
+    def after_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns (norm(y), y), y = x + residual; `residual` may be overwritten with y."""
+        return self._ops.add_rms_norm(x, residual, self._weight.tensor, self._eps)
+
     def normalise_sum(self, linear: Linear, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (norm(y), y), y = linear(x) + residual. `residual` is not written. `linear` has one packed weight."""
         (packed,) = linear.packed
@@ -247,7 +251,7 @@ class Head:
 
     def fill(self, weight: Tensor | QuantizedWeight) -> None:
         """Packs the weight, [V, C], in place of one that was packed before."""
-        self.packed = (self._ops.pack_linear(_quantized(weight, self._quantize), rows=self._dtype),)
+        self.packed = (self._ops.pack_linear(quantized_weight(weight, self._quantize), rows=self._dtype),)
 
 
 class Embedding:
@@ -298,6 +302,11 @@ class GatedMlp:
     def inner(self, x: Tensor | DeferredNorm) -> Tensor:
         """Returns act(gate(x)) * up(x), [T, padded inner width], the input of `down`."""
         return self._ops.linear_act_and_mul(x, self._gate_up.packed, self._act)
+
+    def finish(self, norm: RmsNorm, inner: Tensor, residual: Tensor) -> tuple[Tensor | DeferredNorm, Tensor]:
+        """Returns (norm(y), y), y = down(inner) + residual. The norm may be deferred, and `residual` may be overwritten
+        with y."""
+        return norm.after_linear(self.down, inner, residual)
 
 
 class Mlp:

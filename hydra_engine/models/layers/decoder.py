@@ -1,5 +1,5 @@
-"""The Llama decoder (also mistral, qwen2, qwen3) and qwen3_5's hybrid one: tokens and image features in, float32 logits
-of the wanted rows out.
+"""The Llama decoder (also mistral, qwen2, qwen3, qwen3_moe) and qwen3_5's hybrid one: tokens and image features in,
+float32 logits of the wanted rows out.
 
 A layer mixes tokens by causal attention over the paged cache. In qwen3_5_text most layers are gated delta nets, which
 keep one state per request instead of keys and values; the others are attention with a gate per output and rotary
@@ -36,6 +36,7 @@ from hydra_engine.backend.base import (
 )
 from hydra_engine.backend.quantized import QuantizedWeight
 from hydra_engine.models.layers.basic import Embedding, GatedMlp, Head, Linear, RmsNorm, Weight
+from hydra_engine.models.layers.experts import MixtureMlp
 from hydra_engine.models.loading.parameters import Scope
 from hydra_engine.models.specs.base import DeltaShape, LanguageSpec, LayerKind
 
@@ -298,7 +299,7 @@ class Decoder:
             inner = layer.mlp.inner(hidden)
             if merge is not None:  # `hidden` is already consumed, so its sum may change
                 merge(index, residual)
-            hidden, residual = self._next_norms[index].after_linear(layer.mlp.down, inner, residual)
+            hidden, residual = layer.mlp.finish(self._next_norms[index], inner, residual)
         return apply_deferred_norm(self._ops, hidden)
 
     def reserve_positions(self, end: int) -> None:
@@ -333,14 +334,14 @@ def _layers(model: Scope, spec: LanguageSpec) -> Iterator[DecoderLayer]:
     counts: dict[LayerKind, int] = {"attention": 0, "delta": 0}
     for index, scope in enumerate(model.children("layers", spec.num_layers, "num_hidden_layers")):
         kind: LayerKind = spec.layer_kinds[index] if spec.layer_kinds else "attention"
-        yield DecoderLayer(scope, spec, kind, counts[kind])
+        yield DecoderLayer(scope, spec, kind, counts[kind], is_mixture=index in spec.mixture_layers)
         counts[kind] += 1
 
 
 class DecoderLayer:
     """The parts of one layer, which `Decoder` calls. `index` counts layers of its kind."""
 
-    def __init__(self, scope: Scope, spec: LanguageSpec, kind: LayerKind, index: int) -> None:
+    def __init__(self, scope: Scope, spec: LanguageSpec, kind: LayerKind, index: int, *, is_mixture: bool) -> None:
         size, eps, centred = spec.hidden_size, spec.rms_eps, spec.centred_norms
         self.input_norm = RmsNorm(scope.child("input_layernorm"), size, eps, centred=centred)
         # [T, C] -> the input of its `out`, or only the given rows of it. Caches are written for all rows in any case.
@@ -352,7 +353,12 @@ class DecoderLayer:
             assert spec.delta is not None
             self.mix = DeltaNet(scope.child("linear_attn"), spec.delta, size, eps, index)
         self.post_norm = RmsNorm(scope.child("post_attention_layernorm"), size, eps, centred=centred)
-        self.mlp = GatedMlp(scope.child("mlp"), spec.hidden_size, spec.intermediate_size, spec.hidden_act)
+        self.mlp: GatedMlp | MixtureMlp
+        if is_mixture:
+            assert spec.mixture is not None
+            self.mlp = MixtureMlp(scope.child("mlp"), size, spec.mixture, spec.hidden_act)
+        else:
+            self.mlp = GatedMlp(scope.child("mlp"), size, spec.intermediate_size, spec.hidden_act)
 
 
 # ---- rotary positions

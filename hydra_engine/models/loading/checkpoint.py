@@ -29,6 +29,22 @@ class StoredTensor(NamedTuple):
     misplaced: tuple[str, ...] = ()  # names of parts that are in another file than the index says
 
 
+class TensorEntry(NamedTuple):
+    """A tensor in a safetensors file, or the part of one that is one matrix. `columns`: the part has inputs before
+    outputs; the first of its outputs, and how many lie side by side in `begin` to `end`."""
+
+    file: str
+    dtype: str  # as in the header: "BF16"
+    shape: tuple[int, ...]
+    begin: int  # bytes from the start of the file
+    end: int
+    columns: tuple[int, int] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+
 class Checkpoint(Protocol):
     """An open checkpoint: weights by canonical names. Opening reads headers only and raises CheckpointError for damaged
     files or an unsupported format."""

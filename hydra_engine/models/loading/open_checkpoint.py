@@ -22,6 +22,7 @@ def open_checkpoint(model_dir: Path, renames: Renames = (), quantization: Quanti
         return GgufCheckpoint(model_dir)
     files = SafetensorsCheckpoint(model_dir, renames)
     try:
+        files.split_experts()
         if quantization is None:
             _check_plain(files)
             return files

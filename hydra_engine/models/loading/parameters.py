@@ -82,12 +82,14 @@ class Scope:
         bits = self.quantize if quantize is None else quantize
         return Scope(self.ops, self.dtype, self.device, self._demands, prefix=prefix, quantize=bits)
 
-    def children(self, name: str, count: int, said_by: str, *, held: int | None = None) -> list[Scope]:
-        """Returns the scopes of `count` list entries; `said_by` is the field of config.json with that count. Raises
-        CheckpointError if the checkpoint has fewer entries than `count`, or than `held` if given (a list longer than
-        what is built)."""
+    def children(
+        self, name: str, count: int, said_by: str, *, held: int | None = None, kind: str = "layers"
+    ) -> list[Scope]:
+        """Returns the scopes of `count` list entries, of this `kind`; `said_by` is the field of config.json with that
+        count. Raises CheckpointError if the checkpoint has fewer entries than `count`, or than `held` if given (a list
+        longer than what is built)."""
         if self._demands.tensor_names is not None:
-            check_held(self._demands.tensor_names, self._prefix + name, count if held is None else held, said_by)
+            check_held(self._demands.tensor_names, self._prefix + name, count if held is None else held, said_by, kind)
         return [self.child(f"{name}.{index}") for index in range(count)]
 
     def declare(
@@ -124,23 +126,23 @@ _NUMBER = re.compile(r"(0|[1-9][0-9]{0,8})\.")
 _SHOWN = 4  # runs of layers
 
 
-def check_held(names: Collection[str], stack: str, count: int, said_by: str) -> None:
-    """Raises CheckpointError if the weights have fewer than `count` layers below `stack`. `said_by` is the field of
-    config.json with that count. Distinct layer numbers are counted, so that two names cannot stand for a thousand
-    layers. If no layer is found, the tensors may have other names; then the list of missing tensors, made elsewhere,
-    says more, so this raises only if `count` exceeds the number of tensors."""
+def check_held(names: Collection[str], stack: str, count: int, said_by: str, kind: str = "layers") -> None:
+    """Raises CheckpointError if the weights have fewer than `count` layers, or others of a `kind`, below `stack`.
+    `said_by` is the field of config.json with that count. Distinct numbers are counted, so that two names cannot stand
+    for a thousand layers. If no layer is found, the tensors may have other names; then the list of missing tensors,
+    made elsewhere, says more, so this raises only if `count` exceeds the number of tensors."""
     begin = f"{stack}."
     numbers = (_NUMBER.match(name, len(begin)) for name in names if name.startswith(begin))
     held = {int(number[1]) for number in numbers if number is not None}
     if len(held) < count and (held or count > len(names)):
-        raise too_many_layers(count, said_by, stack, held)
+        raise too_many_layers(count, said_by, stack, held, kind)
 
 
-def too_many_layers(count: int, said_by: str, stack: str, held: Iterable[int]) -> CheckpointError:
+def too_many_layers(count: int, said_by: str, stack: str, held: Iterable[int], kind: str = "layers") -> CheckpointError:
     numbers = sorted(held)
     there = f"{len(numbers)} ({stack}.{_runs(numbers)})" if numbers else f"none (there is no {stack}.0)"
     return CheckpointError(
-        f"config.json names {count} layers ({said_by}), the weights hold {there}; use the config.json that came with "
+        f"config.json names {count} {kind} ({said_by}), the weights hold {there}; use the config.json that came with "
         "the weights"
     )
 

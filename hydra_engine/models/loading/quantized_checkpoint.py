@@ -12,12 +12,12 @@ from torch import Tensor
 
 from hydra_engine.backend.quantized import QuantizedWeight
 from hydra_engine.errors import CheckpointError
-from hydra_engine.models.loading.checkpoint import StoredTensor
+from hydra_engine.models.loading.checkpoint import StoredTensor, TensorEntry
 from hydra_engine.models.loading.formats.compressed_tensors import CompressedTensors
 from hydra_engine.models.loading.formats.float8 import Float8
 from hydra_engine.models.loading.formats.gptq import Awq, Gptq
 from hydra_engine.models.loading.formats.parts import Format, Parts
-from hydra_engine.models.loading.safetensors_checkpoint import SafetensorsCheckpoint, TensorEntry
+from hydra_engine.models.loading.safetensors_checkpoint import SafetensorsCheckpoint
 from hydra_engine.models.specs.quantization import AWQ, COMPRESSED, FP8, GPTQ, Quantization
 
 _FORMATS: dict[str, Callable[[Quantization], Format]] = {

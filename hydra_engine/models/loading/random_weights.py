@@ -36,7 +36,8 @@ def randomise(name: str, tensor: Tensor, generator: torch.Generator | None = Non
         mean, deviation = 0.0, 0.5
     else:
         gain = 1.0 if any(part in name for part in _VISION) else 2.0
-        mean, deviation = 0.0, gain / tensor[0].numel() ** 0.5
+        num_in = tensor.shape[-1] if ".experts." in name else tensor[0].numel()  # one tensor may hold all experts
+        mean, deviation = 0.0, gain / num_in**0.5
     tensor.normal_(mean, deviation, generator=generator)
 
 

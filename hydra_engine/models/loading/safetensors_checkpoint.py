@@ -16,14 +16,15 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from hydra_engine.core.model_folder import open_weights
 from hydra_engine.errors import CheckpointError
-from hydra_engine.models.loading.checkpoint import StoredTensor, list_names
+from hydra_engine.models.loading.checkpoint import StoredTensor, TensorEntry, list_names
+from hydra_engine.models.loading.fused_experts import is_fused, split_experts
 from hydra_engine.models.loading.parameters import Renames
 from hydra_engine.models.specs.fields import read_json
 
@@ -38,18 +39,6 @@ _BITS = {
     **{"U64": 64, "I64": 64, "F64": 64, "C64": 64},
 }
 MAX_HEADER_BYTES = 16 << 20  # a hundred thousand tensors; the format allows 100 MB
-
-
-class TensorEntry(NamedTuple):
-    file: str
-    dtype: str  # as in the header: "BF16"
-    shape: tuple[int, ...]
-    begin: int  # bytes from the start of the file
-    end: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.end - self.begin
 
 
 class SafetensorsFile:
@@ -67,9 +56,8 @@ class SafetensorsFile:
     def close(self) -> None:
         self._file.close()
 
-    def read(self, name: str) -> Tensor:
-        """Reads a tensor in the stored dtype, into new memory."""
-        entry = self.entries[name]
+    def read(self, name: str, entry: TensorEntry) -> Tensor:
+        """Reads a tensor, or a part of one, in the stored dtype, into new memory."""
         if entry.dtype not in DTYPES:
             raise CheckpointError(
                 f"tensor {name} in {self.name} is stored as {entry.dtype}; supported are {', '.join(DTYPES)}"
@@ -77,7 +65,11 @@ class SafetensorsFile:
         buffer = torch.empty(entry.nbytes, dtype=torch.uint8)
         if not self._read_into(entry.begin, buffer.numpy().data):
             raise CheckpointError(f"{self.name} ended while tensor {name} was read; the file is truncated")
-        return buffer.view(DTYPES[entry.dtype]).view(entry.shape)
+        values = buffer.view(DTYPES[entry.dtype])
+        if entry.columns is None:
+            return values.view(entry.shape)
+        first, width = entry.columns
+        return values.view(entry.shape[1], width)[:, first : first + entry.shape[0]].T.contiguous()
 
     def _read_into(self, offset: int, view: memoryview) -> bool:
         """Returns False if the file ends first."""
@@ -210,7 +202,25 @@ class SafetensorsCheckpoint:
 
     def read_stored(self, name: str) -> Tensor:
         """Reads a tensor, integers and 8-bit floats (parts of quantised weights) included."""
-        return self._files[self.stored[name].file].read(self._stored_names[name])
+        entry = self.stored[name]
+        return self._files[entry.file].read(self._stored_names[name], entry)
+
+    def split_experts(self) -> None:
+        """Replaces tensors that hold all experts of a layer by entries of single experts, named as in checkpoints that
+        store those. Raises CheckpointError for tensors that do not fit together."""
+        for fused, name, entry in [*split_experts(self.stored)]:
+            if name in self.stored:
+                raise CheckpointError(f"tensor {name[:120]} is in the checkpoint twice, alone and in {fused[:120]}")
+            self.stored[name] = entry
+            stored = self._stored_names[fused]
+            self._stored_names[name] = stored[: stored.rindex("experts.")] + name[name.rindex("experts.") :]
+            for marked in (self._unlisted, self._misplaced):
+                if fused in marked:
+                    marked.add(name)
+        for fused in [name for name in self.stored if is_fused(name)]:
+            del self.stored[fused]
+            self._unlisted.discard(fused)
+            self._misplaced.discard(fused)
 
     def _open(self, model_dir: Path, names: Iterable[str]) -> None:
         for name in names:

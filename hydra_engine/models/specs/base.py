@@ -155,6 +155,31 @@ class DeltaShape(NamedTuple):
         return recurrent + (self.num_taps - 1) * self.num_channels * dtype_bytes
 
 
+class Mixture(NamedTuple):
+    """Shape of a mixture of experts, which is the MLP of some layers: a router chooses experts for each token, whose
+    outputs are added with the router's weights. A shared expert, of the same width, serves every token."""
+
+    num_experts: int  # without the shared one
+    num_chosen: int  # experts of a token, without the shared one
+    num_inner: int  # inner width of an expert
+    renormalise: bool  # the weights of the chosen experts are divided by their sum
+    shared: bool  # there is a shared expert, whose weight is a gate of its own
+
+    @property
+    def num_held(self) -> int:
+        return self.num_experts + self.shared
+
+    @property
+    def num_active(self) -> int:
+        """Experts that compute a token."""
+        return self.num_chosen + self.shared
+
+    def num_read(self, num_rows: int) -> float:
+        """Expected number of distinct experts that `num_rows` tokens choose, if each expert is as likely as others."""
+        missed = (1 - self.num_chosen / self.num_experts) ** num_rows
+        return self.num_experts * (1 - missed) + self.shared
+
+
 @dataclass(frozen=True, slots=True)
 class LanguageSpec:
     num_layers: int
@@ -162,7 +187,7 @@ class LanguageSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int
+    intermediate_size: int  # of an MLP that is no mixture; 0 if all are mixtures
     vocab_size: int
     rms_eps: float
     rope_theta: float
@@ -180,6 +205,8 @@ class LanguageSpec:
     centred_norms: bool = False  # norms multiply by 1 + weight, but for the one inside a delta net
     delta: DeltaShape | None = None  # None: every layer is attention
     layer_kinds: tuple[LayerKind, ...] = ()  # of every layer, where there are delta nets
+    mixture: Mixture | None = None
+    mixture_layers: frozenset[int] = frozenset()  # layers whose MLP is a mixture
 
     @property
     def has_states(self) -> bool:
@@ -202,12 +229,40 @@ class LanguageSpec:
         """Bytes of one request's delta-net states, independent of its length; 0 without delta nets."""
         return 0 if self.delta is None else self.num_state_layers * self.delta.state_bytes(dtype_bytes)
 
+    @property
+    def num_active_inner(self) -> int:
+        """Inner width of the widest MLP that a token passes: all active experts of a mixture together."""
+        chosen = 0 if self.mixture is None else self.mixture.num_active * self.mixture.num_inner
+        return max(self.intermediate_size, chosen)
+
+    def num_expert_parameters(self) -> int:
+        """Number of weights of one expert."""
+        return 0 if self.mixture is None else 3 * self.hidden_size * self.mixture.num_inner
+
+    def num_unread_parameters(self, num_rows: int) -> int:
+        """Expected number of weights of experts that a step with this many tokens does not read."""
+        if self.mixture is None:
+            return 0
+        unread = len(self.mixture_layers) * (self.mixture.num_held - self.mixture.num_read(num_rows))
+        return round(unread * self.num_expert_parameters())
+
     def num_matrix_parameters(self) -> int:
+        """Number of weights that can be quantised: matrices but for routers, embeddings and head."""
         c = self.hidden_size
         matrices = self.num_kv_layers * c * (self._attention_width + self.num_heads * self.head_dim)
         if self.delta is not None:
             matrices += self.num_state_layers * c * (self.delta.num_outputs + self.delta.value_width)
-        return matrices + self.num_layers * 3 * c * self.intermediate_size
+        return matrices + self._mlp_parameters(0 if self.mixture is None else self.mixture.num_held)
+
+    def _mlp_parameters(self, num_experts: int) -> int:
+        """Weights of all layers' MLPs with this many experts in a mixture, without routers."""
+        dense = (self.num_layers - len(self.mixture_layers)) * 3 * self.hidden_size * self.intermediate_size
+        return dense + len(self.mixture_layers) * num_experts * self.num_expert_parameters()
+
+    @property
+    def _router_parameters(self) -> int:
+        """Weights of all layers' routers, with the gates of shared experts."""
+        return 0 if self.mixture is None else len(self.mixture_layers) * self.mixture.num_held * self.hidden_size
 
     def num_parameters(self) -> int:
         """Number of weights of the decoder, embeddings and head included."""
@@ -218,7 +273,7 @@ class LanguageSpec:
             shape = self.delta
             own = shape.num_channels * shape.num_taps + 2 * shape.num_value_heads + shape.value_dim
             vectors += self.num_state_layers * own
-        layers = self.num_matrix_parameters() + vectors + self.num_layers * 2 * c
+        layers = self.num_matrix_parameters() + self._router_parameters + vectors + self.num_layers * 2 * c
         return layers + self.vocab_size * c * (1 if self.tie_embeddings else 2) + c
 
     @property
@@ -236,7 +291,8 @@ class LanguageSpec:
             state = shape.num_value_heads * shape.key_dim * shape.value_dim
             own = shape.num_channels * shape.num_taps + 3 * state
             work += self.num_state_layers * (c * (shape.num_outputs + shape.value_width) + own)
-        return 2 * (work + self.num_layers * 3 * c * self.intermediate_size)
+        experts = 0 if self.mixture is None else self.mixture.num_active
+        return 2 * (work + self._mlp_parameters(experts) + self._router_parameters)
 
 
 # An array of every payload of a model's own processor: the token ids of the span, [num_tokens] int64.

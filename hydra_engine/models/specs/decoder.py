@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from hydra_engine.errors import CheckpointError
-from hydra_engine.models.specs.base import DTYPE_BYTES, DeltaShape, LanguageSpec, LayerKind
+from hydra_engine.models.specs.base import DTYPE_BYTES, DeltaShape, LanguageSpec, LayerKind, Mixture
 from hydra_engine.models.specs.fields import ELSEWHERE, MAX_LAYERS, Fields
 from hydra_engine.models.specs.rope import Sections, rope_settings
 
@@ -25,7 +25,22 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "quick_gelu": "quick_gelu",
 }
+MAX_EXPERTS = 4096  # of a layer; more would be built before weights are read
 MAX_HEAD_DIM = 2048  # a table of rotary positions is made before weights are read
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureDefaults:
+    """transformers' defaults of a mixture of experts. `renormalise`: value of norm_topk_prob; None: the type has no
+    such field, and divides. `num_shared_inner`: inner width of a shared expert, 0 without one. `sparse`: every layer is
+    a mixture, else decoder_sparse_step and mlp_only_layers say which."""
+
+    num_experts: int
+    num_chosen: int
+    num_inner: int
+    renormalise: bool | None = None
+    num_shared_inner: int = 0
+    sparse: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +72,7 @@ class DecoderDefaults:
     hybrid: bool = False
     bos_token_id: int | None = None
     eos_token_id: int | None = None
+    mixture: MixtureDefaults | None = None
 
 
 _QWEN2 = DecoderDefaults(22016, 32, 151936, 32768, biases="qkv", windowed="option")
@@ -99,6 +115,15 @@ _QWEN3_5 = DecoderDefaults(
     rotary_share=0.25,
     hybrid=True,
 )
+_QWEN3_MOE = replace(
+    _QWEN3,
+    intermediate_size=6144,
+    num_kv_heads=4,
+    head_dim=None,
+    hidden_size=2048,
+    num_layers=24,
+    mixture=MixtureDefaults(128, 8, 768, renormalise=False),
+)
 # The text models of vision-language models go by a name of their own; older configs are flat, under the whole model's.
 DECODERS = {
     "llama": DecoderDefaults(11008, None, 32000, 2048, biases="option", bos_token_id=1, eos_token_id=2),
@@ -109,6 +134,7 @@ DECODERS = {
     "qwen2_5_vl": _QWEN2_VL,
     "qwen2_5_vl_text": _QWEN2_VL,
     "qwen3": _QWEN3,
+    "qwen3_moe": _QWEN3_MOE,
     "qwen3_vl_text": _QWEN3_VL,
     "qwen3_5_text": _QWEN3_5,
 }
@@ -129,8 +155,6 @@ def build_language(config: Fields, *, tie_embeddings: bool, nested: bool, mrope:
     """Builds the decoder's spec. `nested`: fields that equal transformers' defaults may be absent. `mrope`: the model
     gives tokens positions on three axes, if its text type has sections for them."""
     model_type = decoder_type(config)
-    if config.get("num_experts"):
-        raise config.wrong_value("num_experts", f"absent: {model_type} is a dense text model type", ELSEWHERE)
     defaults = DECODERS[model_type]
     hidden = config.integer("hidden_size", defaults.hidden_size if nested else None)
     num_heads = config.integer("num_attention_heads", defaults.num_heads if nested else None)
@@ -156,13 +180,15 @@ def build_language(config: Fields, *, tie_embeddings: bool, nested: bool, mrope:
         mrope=mrope,
     )
     num_layers = config.integer("num_hidden_layers", defaults.num_layers if nested else None, at_most=MAX_LAYERS)
+    mixture, mixture_layers = mixture_of_experts(config, defaults.mixture, model_type, num_layers)
+    inner = defaults.intermediate_size if nested else None
     return LanguageSpec(
         num_layers=num_layers,
         hidden_size=hidden,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        intermediate_size=config.integer("intermediate_size", defaults.intermediate_size if nested else None),
+        intermediate_size=config.integer("intermediate_size", inner) if len(mixture_layers) < num_layers else 0,
         vocab_size=config.integer("vocab_size", defaults.vocab_size if nested else None),
         rms_eps=config.number("rms_norm_eps", defaults.rms_eps),
         rope_theta=rope.theta,
@@ -180,6 +206,8 @@ def build_language(config: Fields, *, tie_embeddings: bool, nested: bool, mrope:
         centred_norms=defaults.hybrid,
         delta=delta_shape(config) if defaults.hybrid else None,
         layer_kinds=layer_kinds(config, num_layers) if defaults.hybrid else (),
+        mixture=mixture,
+        mixture_layers=mixture_layers,
     )
 
 
@@ -268,3 +296,41 @@ def delta_shape(config: Fields) -> DeltaShape:
     if not config.flag("attn_output_gate", True):
         raise config.wrong_value("attn_output_gate", "true: this text model type gates what attention gives")
     return shape
+
+
+def mixture_of_experts(
+    config: Fields, defaults: MixtureDefaults | None, model_type: str, num_layers: int
+) -> tuple[Mixture | None, frozenset[int]]:
+    """Reads the shape of the mixtures of experts and which layers are mixtures; None without such layers."""
+    if defaults is None:
+        if config.get("num_experts"):
+            raise config.wrong_value("num_experts", f"absent: {model_type} is a dense text model type", ELSEWHERE)
+        return None, frozenset()
+    layers = frozenset(range(num_layers)) if defaults.sparse else _sparse_layers(config, num_layers)
+    return (_mixture_shape(config, defaults), layers) if layers else (None, layers)
+
+
+def _mixture_shape(config: Fields, defaults: MixtureDefaults) -> Mixture:
+    """Reads the shape. transformers 5 calls num_experts num_local_experts in some types."""
+    name = next((name for name in ("num_local_experts", "num_experts") if name in config), "num_experts")
+    num_experts = config.integer(name, defaults.num_experts, at_least=2, at_most=MAX_EXPERTS)
+    num_chosen = config.integer("num_experts_per_tok", defaults.num_chosen, at_most=num_experts)
+    num_inner = config.integer("moe_intermediate_size", defaults.num_inner)
+    shared = 0
+    if defaults.num_shared_inner:
+        shared = config.integer("shared_expert_intermediate_size", defaults.num_shared_inner)
+        if shared != num_inner:
+            raise config.wrong_value(
+                "shared_expert_intermediate_size",
+                f"{num_inner}, as moe_intermediate_size: a shared expert of another width is not supported",
+                ELSEWHERE,
+            )
+    renormalise = defaults.renormalise is None or config.flag("norm_topk_prob", defaults.renormalise)
+    return Mixture(num_experts, num_chosen, num_inner, renormalise, shared > 0)
+
+
+def _sparse_layers(config: Fields, num_layers: int) -> frozenset[int]:
+    step, dense = config.integer("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(type(index) is not int for index in dense):
+        raise config.wrong_value("mlp_only_layers", "a list of layers, counted from 0")
+    return frozenset(index for index in range(num_layers) if (index + 1) % step == 0 and index not in dense)

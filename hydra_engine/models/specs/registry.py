@@ -84,6 +84,7 @@ FAMILIES = {
     "mistral": Family("MistralForCausalLM", build_text_only),
     "qwen2": Family("Qwen2ForCausalLM", build_text_only),
     "qwen3": Family("Qwen3ForCausalLM", build_text_only),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", build_text_only),
     "qwen3_5_text": Family("Qwen3_5ForCausalLM", build_text_only),
 }
 

@@ -46,6 +46,7 @@ _CLASSES = {
     "qwen2_vl": "Qwen2Tokenizer",
     "qwen2_5_vl": "Qwen2Tokenizer",
     "qwen3": "Qwen2Tokenizer",
+    "qwen3_moe": "Qwen2Tokenizer",
     "qwen3_vl": "Qwen2Tokenizer",
     "qwen3_5": "Qwen3_5Tokenizer",
     "qwen3_5_text": "Qwen3_5Tokenizer",

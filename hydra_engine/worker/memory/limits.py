@@ -33,10 +33,15 @@ def filled_places(language: LanguageSpec, num_tokens: int) -> float:
     """Share of the multiprocessors' time slots that compute a tile, over the products of a layer with `num_tokens`
     rows. A wave is one tile of 128 x 256 results for each multiprocessor; the last wave of a product is seldom full."""
     hidden, inner, heads = language.hidden_size, language.intermediate_size, language.num_heads * language.head_dim
-    keys = 2 * language.num_kv_heads * language.head_dim
+    keys, num_experts, rows = 2 * language.num_kv_heads * language.head_dim, 1, num_tokens
+    if (mixture := language.mixture) is not None:  # alike in all layers, and tokens in all experts
+        num_experts, inner = mixture.num_held, mixture.num_inner
+        rows = -(-num_tokens * mixture.num_active // mixture.num_held)
+    mixers, mlp = ((heads + keys, hidden), (hidden, heads)), ((2 * inner, hidden), (hidden, inner))
+    products = [(1, num_tokens, *shape) for shape in mixers] + [(num_experts, rows, *shape) for shape in mlp]
     tiled = waves = 0
-    for outputs, inputs in ((heads + keys, hidden), (hidden, heads), (2 * inner, hidden), (hidden, inner)):
-        tiles = -(-num_tokens // _TILE_ROWS) * -(-outputs // _TILE_COLUMNS)
+    for count, height, outputs, inputs in products:
+        tiles = count * -(-height // _TILE_ROWS) * -(-outputs // _TILE_COLUMNS)
         tiled += tiles * inputs
         waves += -(-tiles // _MULTIPROCESSORS) * inputs
     return tiled / (waves * _MULTIPROCESSORS)

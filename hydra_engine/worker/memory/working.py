@@ -203,7 +203,9 @@ class _Estimates:
         """Bytes of a layer's activations or of the logits, whichever are more. `num_scored`: rows of prompts whose
         logits exist at once."""
         language, num_rows = self.spec.language, self.config.scheduler.max_running_requests
-        layer = num_tokens * 3 * (language.hidden_size + language.intermediate_size) * self.dtype_bytes
+        # Rows of a mixture are copied for each of their experts.
+        copies = 1 if language.mixture is None else language.mixture.num_active
+        layer = num_tokens * 3 * (copies * language.hidden_size + language.num_active_inner) * self.dtype_bytes
         return max(layer, (_LOGIT_COPIES * num_rows + num_scored) * language.vocab_size * 4)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
 from tests.models.families.base import FamilyCase, Inputs, Media
+from tools.miniatures.base import MIXTURE
 
 
 class TileInputs(Inputs):
@@ -57,6 +58,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "downsample_ratio": 0.25,
         "tie_word_embeddings": True,
     },
+    "qwen3-moe": {"text": {"model_type": "qwen3_moe", **MIXTURE, "norm_topk_prob": True, "mlp_only_layers": [0]}},
 }
 INTERNVL = FamilyCase(
     family="internvl",

@@ -98,6 +98,14 @@ def test_published_qwen3() -> None:
     assert built(QWEN3_06B).num_parameters() == 596_049_920
 
 
+def test_published_qwen3_moe() -> None:
+    sizes = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
+    heads = {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4}
+    spec = built({**QWEN3_8B, "model_type": "qwen3_moe", **heads, **sizes})
+    assert spec.num_parameters() == 30_532_122_624
+    assert 3.3e9 < spec.num_parameters() - spec.num_unread_parameters(1) < 3.4e9  # of which a token passes these
+
+
 def test_published_flat_qwen2_5_vl() -> None:
     spec = built(QWEN2_5_VL_7B)
     assert (spec.rope_sections, spec.rope_interleaved, spec.max_position) == ((16, 24, 24), False, 128000)
@@ -116,7 +124,15 @@ def test_what_nested_configs_leave_out_is_what_transformers_assumes(model_type: 
     assert (spec.hidden_size, spec.num_layers) == (config.hidden_size, config.num_hidden_layers)
     assert (spec.num_heads, spec.num_kv_heads) == (config.num_attention_heads, config.num_key_value_heads)
     assert spec.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    assert (spec.intermediate_size, spec.vocab_size) == (config.intermediate_size, config.vocab_size)
+    assert spec.vocab_size == config.vocab_size
+    if (mixture := spec.mixture) is None:
+        assert spec.intermediate_size == config.intermediate_size
+    else:
+        assert (mixture.num_experts, mixture.num_chosen) == (config.num_experts, config.num_experts_per_tok)
+        assert mixture.num_inner == config.moe_intermediate_size
+        assert mixture.renormalise == getattr(config, "norm_topk_prob", True)
+        assert mixture.shared == hasattr(config, "shared_expert_intermediate_size")
+        assert len(spec.mixture_layers) == spec.num_layers
     assert (spec.rms_eps, spec.rope_theta) == (config.rms_norm_eps, config.rope_parameters["rope_theta"])
     window = getattr(config, "sliding_window", None)
     assert spec.max_position == min(config.max_position_embeddings, window or config.max_position_embeddings)

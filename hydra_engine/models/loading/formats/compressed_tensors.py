@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.quantized import QuantizedWeight
-from hydra_engine.models.loading.checkpoint import StoredTensor
+from hydra_engine.models.loading.checkpoint import StoredTensor, TensorEntry
 from hydra_engine.models.loading.formats.float8 import check_scales, restore_weight
 from hydra_engine.models.loading.formats.parts import (
     SCALES,
@@ -28,7 +28,6 @@ from hydra_engine.models.loading.formats.parts import (
     ungrouped,
     unpacked,
 )
-from hydra_engine.models.loading.safetensors_checkpoint import TensorEntry
 from hydra_engine.models.specs.quantization import Quantization
 
 _PACKED = "weight_packed"

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.quantized import MIN_GROUP, QuantizedWeight
-from hydra_engine.models.loading.checkpoint import StoredTensor
+from hydra_engine.models.loading.checkpoint import StoredTensor, TensorEntry
 from hydra_engine.models.loading.formats.parts import SCALES, Parts
-from hydra_engine.models.loading.safetensors_checkpoint import TensorEntry
 from hydra_engine.models.specs.quantization import Quantization
 
 _NAMES = ("weight_scale_inv", "weight_scale")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hydra_engine.backend.devices import load_extension
 from hydra_engine.backend.quantized import QuantizedWeight
-from hydra_engine.models.loading.checkpoint import StoredTensor
+from hydra_engine.models.loading.checkpoint import StoredTensor, TensorEntry
 from hydra_engine.models.loading.formats.parts import (
     SCALES,
     ZERO,
@@ -29,7 +29,6 @@ from hydra_engine.models.loading.formats.parts import (
     ungrouped,
     unpacked,
 )
-from hydra_engine.models.loading.safetensors_checkpoint import TensorEntry
 from hydra_engine.models.specs.quantization import Quantization
 
 _AWQ_ORDER = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # where the eight outputs of a word stand, from the lowest bits

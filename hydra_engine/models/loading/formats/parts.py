@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.quantized import MIN_GROUP, QuantizedWeight
-from hydra_engine.models.loading.checkpoint import StoredTensor
-from hydra_engine.models.loading.safetensors_checkpoint import FLOATS, TensorEntry
+from hydra_engine.models.loading.checkpoint import StoredTensor, TensorEntry
+from hydra_engine.models.loading.safetensors_checkpoint import FLOATS
 from hydra_engine.models.specs.quantization import ROW, Quantization
 
 SCALES = tuple(FLOATS)
