@@ -24,8 +24,9 @@ from tools.miniatures.gguf_text import Kind, finish, renamed, text_name, text_wr
 
 PROJECTORS = {
     **{"llava": "mlp", "internvl": "internvl", "qwen2_vl": "qwen2vl_merger"},
-    **{"qwen2_5_vl": "qwen2.5vl_merger", "qwen3_vl": "qwen3vl_merger"},
+    **{"qwen2_5_vl": "qwen2.5vl_merger", "qwen3_vl": "qwen3vl_merger", "qwen3_5": "qwen3vl_merger"},
 }
+_FUSED = ("qwen3_vl", "qwen3_5")  # queries, keys and values of their towers stay one matrix
 _QWEN_TOWER = [
     (r"blocks\.(\d+)\.attn\.qkv\.(\w+)", r"v.blk.\1.attn_qkv.\2"),
     (r"blocks\.(\d+)\.attn\.proj\.(\w+)", r"v.blk.\1.attn_out.\2"),
@@ -208,10 +209,10 @@ def _describe_qwen(writer: Any, config: dict[str, Any]) -> None:
     if config["model_type"] == "qwen2_5_vl":
         writer.add_bool("clip.use_silu", True)
         writer.add_uint32("clip.vision.n_wa_pattern", tower["fullatt_block_indexes"][0] + 1)
-    if config["model_type"] == "qwen3_vl":
+    if config["model_type"] in _FUSED:
         writer.add_bool("clip.use_gelu", True)
         writer.add_uint32("clip.vision.spatial_merge_size", tower["spatial_merge_size"])
-        deep = [index in tower["deepstack_visual_indexes"] for index in range(tower["depth"])]
+        deep = [index in tower.get("deepstack_visual_indexes", ()) for index in range(tower["depth"])]
         writer.add_array("clip.vision.is_deepstack_layers", deep)
 
 
@@ -223,7 +224,7 @@ def _qwen_tensors(tensors: dict[str, Tensor], config: dict[str, Any]) -> Iterato
         if deep:
             layer = config["vision_config"]["deepstack_visual_indexes"][int(deep[1])]
             yield f"v.deepstack.{layer}.{deep[2].removeprefix('linear_')}.{deep[3]}", tensor
-        elif new is not None and ".attn_qkv." in new and config["model_type"] != "qwen3_vl":
+        elif new is not None and ".attn_qkv." in new and config["model_type"] not in _FUSED:
             for part, rows in zip("qkv", tensor.chunk(3), strict=True):
                 yield new.replace("qkv", part), rows
         elif new == "v.patch_embd.weight":

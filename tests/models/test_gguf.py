@@ -48,6 +48,7 @@ WITH_PICTURES: dict[str, dict[str, Any]] = {
     "qwen2_vl": {},
     "qwen2_5_vl": {"vision": {"window_size": 112}},
     "qwen3_vl": {},
+    "qwen3_5": {"text": {"linear_num_value_heads": 8}},
 }
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5}
 DELTA = {"linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 64, "num_hidden_layers": 4}
@@ -80,14 +81,15 @@ def folder_of(model: Path, mmproj: Path | None = None) -> Path:
     return find_model_files(EngineConfig(model=str(model), mmproj=None if mmproj is None else str(mmproj))).model_path
 
 
-@pytest.mark.quick("llava")
+@pytest.mark.quick("llava", "qwen3_5")
 @pytest.mark.parametrize("family", WITH_PICTURES)
 def test_logits_with_pictures_are_those_of_the_directory(
     family: str, checkpoint: CheckpointFactory, reference: Backend, tmp_path: Path
 ) -> None:
     directory = checkpoint(f"gguf-{family}", family, **WITH_PICTURES[family])
-    pair = Pair(CASES[family], "plain", directory, reference, num_blocks=768)
-    made = Pair(CASES[family], "plain", directory, reference, num_blocks=768)
+    variant = next(iter(CASES[family].variants))
+    pair = Pair(CASES[family], variant, directory, reference, num_blocks=768)
+    made = Pair(CASES[family], variant, directory, reference, num_blocks=768)
     made.driver = Driver(folder_of(*write_gguf(directory, tmp_path)), reference, num_blocks=768)
     assert made.driver.spec.language == pair.spec.language
     prompts = conversations(CASES[family], pair)
@@ -189,7 +191,7 @@ SCALINGS: dict[str, tuple[dict[str, float | str], dict[str, Any]]] = {  # of GGU
 
 @pytest.mark.quick("llama", "qwen3-yarn")
 @pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen2_vl", "qwen3_vl", "qwen3_5"])
 def test_scaled_positions_give_the_logits_of_transformers(
     family: str, scaling: str, checkpoint: CheckpointFactory, tmp_path: Path
 ) -> None:

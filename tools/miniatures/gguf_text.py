@@ -18,7 +18,13 @@ import numpy.typing as npt
 Kind = str  # a name of gguf.GGMLQuantizationType
 ARCHITECTURES = {
     **{"llava": "llama", "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"},
-    **{"qwen3_5_text": "qwen35", "qwen2_vl": "qwen2vl", "qwen2_5_vl": "qwen2vl", "qwen3_vl": "qwen3vl"},
+    **{
+        "qwen3_5_text": "qwen35",
+        "qwen3_5": "qwen35",
+        "qwen2_vl": "qwen2vl",
+        "qwen2_5_vl": "qwen2vl",
+        "qwen3_vl": "qwen3vl",
+    },
 }
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 _HEAD = [(r"lm_head\.weight", "output.weight")]
@@ -59,8 +65,8 @@ def text_writer(path: Path, config: Mapping[str, Any], model_dir: Path, **option
         writer.add_value_length(text["head_dim"])
     rope = text["rope_parameters"]
     writer.add_rope_freq_base(rope["rope_theta"])
-    if "mrope_section" in rope:
-        writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
+    if "mrope_section" in rope or "linear_num_key_heads" in text:
+        writer.add_rope_dimension_sections([*rope.get("mrope_section", (11, 11, 10)), 0])
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
@@ -78,7 +84,6 @@ def _add_delta_nets(writer: Any, text: Mapping[str, Any]) -> None:
     writer.add_ssm_inner_size(text["linear_value_head_dim"] * text["linear_num_value_heads"])
     writer.add_full_attention_interval(text.get("full_attention_interval", 4))
     writer.add_rope_dimension_count(int(text["head_dim"] * text["rope_parameters"]["partial_rotary_factor"]))
-    writer.add_rope_dimension_sections([11, 11, 10, 0])
 
 
 def finish(writer: Any) -> None:

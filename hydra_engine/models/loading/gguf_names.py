@@ -106,17 +106,20 @@ _TOWERS = {
         {**_QWEN_LAYER, **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}},
         "attn.qkv",
     ),
-    "qwen3_vl": _Tower(
-        {
-            "v.patch_embd": "visual.patch_embed.proj",
-            "v.position_embd": "visual.pos_embed",
-            "v.post_ln": "visual.merger.norm",
-            "mm.0": "visual.merger.linear_fc1",
-            "mm.2": "visual.merger.linear_fc2",
-        },
-        "visual.blocks",
-        {**_QWEN_LAYER, "ffn_up": "mlp.linear_fc1", "ffn_down": "mlp.linear_fc2"},
-        "attn.qkv",
+    **dict.fromkeys(
+        ("qwen3_vl", "qwen3_5"),
+        _Tower(
+            {
+                "v.patch_embd": "visual.patch_embed.proj",
+                "v.position_embd": "visual.pos_embed",
+                "v.post_ln": "visual.merger.norm",
+                "mm.0": "visual.merger.linear_fc1",
+                "mm.2": "visual.merger.linear_fc2",
+            },
+            "visual.blocks",
+            {**_QWEN_LAYER, "ffn_up": "mlp.linear_fc1", "ffn_down": "mlp.linear_fc2"},
+            "attn.qkv",
+        ),
     ),
 }
 _DEEPSTACK = re.compile(r"v\.deepstack\.(\d+)\.(norm|fc1|fc2)\.(weight|bias)")

@@ -30,6 +30,7 @@ _WITH_PICTURES = {  # architecture and projector -> model_type
     ("qwen2vl", "qwen2vl_merger"): "qwen2_vl",
     ("qwen2vl", "qwen2.5vl_merger"): "qwen2_5_vl",
     ("qwen3vl", "qwen3vl_merger"): "qwen3_vl",
+    ("qwen35", "qwen3vl_merger"): "qwen3_5",
     ("qwen2", "internvl"): "internvl",
     ("qwen3", "internvl"): "internvl",
 }
@@ -44,6 +45,7 @@ _ARCHITECTURES = {
     "qwen2_vl": "Qwen2VLForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
 }
 PICTURE_TOKENS = ("<|image_pad|>", "<image>")
 _TILE_TOKENS = ("<IMG_CONTEXT>",)  # InternVL's, whose vocabularies have Qwen's besides
@@ -393,6 +395,7 @@ _PICTURE_PIXELS = {
     "qwen2_vl": (56 * 56, 3584 * 3584),
     "qwen2_5_vl": (56 * 56, 3584 * 3584),
     "qwen3_vl": (1 << 16, 1 << 24),
+    "qwen3_5": (1 << 16, 1 << 24),
 }
 _LAST = ("mm.2.weight", "mm.model.mlp.3.weight")  # of the projector
 
