@@ -45,7 +45,15 @@ ASKED: list[tuple[str, list[Any] | None, dict[str, Any]]] = [
     ("scored", None, {"temperature": 0, "prompt_logprobs": 1}),
     ("in a grammar", None, {"temperature": 1.0, "seed": 7, "grammar": WORDS, "ignore_eos": False}),
 ]
-FAMILIES = ("llava_next", "qwen2_5_vl", "qwen3_vl", "internvl", "minicpmv4_6", "hybrid")  # besides the ordinary two
+FAMILIES = (
+    "llava_next",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_5",
+    "internvl",
+    "minicpmv4_6",
+    "hybrid",
+)  # besides the ordinary two
 FORMS: dict[str, dict[str, Any]] = {
     "graphs": {"cuda_graph_sizes": (1, 4, 6)},
     "eager": {"enforce_eager": True},

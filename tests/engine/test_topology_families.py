@@ -22,6 +22,7 @@ REQUESTS = mixture(10, tokens=8)
     [
         ("qwen2_5_vl", {}),
         pytest.param("qwen3_vl", {"token_budget": 24}, marks=pytest.mark.slow),
+        pytest.param("qwen3_5", {"topology": "E+PD"}, marks=pytest.mark.slow),
         pytest.param("llava_next", {}, marks=pytest.mark.slow),
         pytest.param("internvl", {"dtype": "bfloat16"}, marks=pytest.mark.slow),
     ],
@@ -30,10 +31,12 @@ def test_families_give_the_tokens_of_one_instance(
     make_engine: EngineFactory, tmp_path: Path, family: str, options: dict[str, object]
 ) -> None:
     make_tiny(family, tmp_path, seed=3)
+    topology = options.get("topology", "E+P+D")
     common = {"threads": 1, "block_size": 4, "num_kv_blocks": 2048} | options
+    common.pop("topology", None)
     with Engine(tmp_path, **common) as engine:
         golden = alone(engine, REQUESTS)
-    engine = make_engine(model=tmp_path, topology="E+P+D", **common)
+    engine = make_engine(model=tmp_path, topology=topology, **common)
     for _ in range(2):
         assert differences(REQUESTS, together(engine, REQUESTS), golden) == []
     assert_at_rest(engine)

@@ -75,11 +75,11 @@ def test_a_fused_layer_is_its_parts() -> None:
 
 @pytest.mark.quick("llama-int4", "llava-int4")
 @pytest.mark.parametrize("wanted", ["int4", "int8"])
-@pytest.mark.parametrize("family", ["llama", "llava", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["llama", "llava", "qwen3_5_text", "qwen3_5"])
 def test_a_model_s_decoder_is_quantised_and_nothing_else(
     checkpoint: CheckpointFactory, tmp_path: Path, family: str, wanted: str
 ) -> None:
-    layers = {"num_hidden_layers": 4} if family == "qwen3_5_text" else {}
+    layers = {"num_hidden_layers": 4} if family.startswith("qwen3_5") else {}
     directory = checkpoint(f"quantizing-{family}", family, text=SIZES | layers)
     backend = create_backend("cpu", torch.float32, backend="reference", threads=1)
     plain = Driver(directory, backend)

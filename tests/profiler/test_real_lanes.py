@@ -22,6 +22,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llava": {},
     "qwen2_vl": {},
     "qwen3_vl": {},
+    "qwen3_5": {},
     "minicpmv4_6": {
         "text_type": "qwen3_5_text",
         "text": {**HYBRID, "linear_key_head_dim": 16, "linear_value_head_dim": 16},

@@ -41,7 +41,10 @@ from tools.miniatures import make_tiny
 # Whole pictures, tiles and windows; the others are like one of them.
 FAMILIES = [
     *("llava", "internvl", "qwen2_5_vl"),
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("llava_next", "minicpmv4_6", "qwen2_vl", "qwen3_vl")),
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("llava_next", "minicpmv4_6", "qwen2_vl", "qwen3_vl", "qwen3_5")
+    ),
 ]
 PICTURES = ((50, 24), (20, 45), (32, 32))
 NUM_BLOCKS = 256

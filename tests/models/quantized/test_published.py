@@ -32,6 +32,8 @@ from tests.models.quantized.written import Array, Matrix, awq, float8, gptq, int
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
 DECODER = re.compile(r"layers\.\d+\.(self_attn|mlp)\.\w+_proj\.weight$")
+# Delta nets too, but for the projections with one output per head, as Qwen/Qwen3.5-27B-FP8 has it.
+HYBRID = re.compile(r"layers\.\d+\.((self_attn|mlp)\.\w+_proj|linear_attn\.(in_proj_(qkv|z)|out_proj))\.weight$")
 TOWER_TOO = re.compile(r"(_proj|attn\.qkv|attn\.proj|mlp\.\d)\.weight$")
 WIDE = re.compile(r"layers\.\d+.*(v_proj|down_proj)\.weight$")
 HEAD = re.compile(r"lm_head\.weight$")
@@ -100,6 +102,8 @@ MODELOPT_FILE = {
 OLD_NAMES = [*(f"visual.blocks.{i}.attn.qkv" for i in range(3)), "visual.merger.mlp.0", "lm_head"]
 FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [32, 48]}
 FP8 |= {"modules_to_not_convert": ["lm_head", "model.visual.merger.linear_fc1"]}
+GATES = [f"model.language_model.layers.{i}.linear_attn.{name}" for i in range(3) for name in ("in_proj_a", "in_proj_b")]
+GATES += ["lm_head", "model.language_model.layers.0.linear_attn.conv1d", "mtp.fc", "model.visual.blocks.0.attn.qkv"]
 
 
 def compressed(layout: str, bits: int, kind: str = "int", **more: Any) -> dict[str, Any]:
@@ -196,6 +200,15 @@ FURTHER = {
         more=("self_attn.k_scale", "self_attn.v_scale"),
     ),
     "Qwen3-VL FP8": Layout(FP8, ((DECODER, BLOCKS),), family="qwen3_vl", shards=2),
+    "Qwen3.5 FP8": Layout(FP8 | {"modules_to_not_convert": GATES}, ((HYBRID, BLOCKS),), family="qwen3_5", shards=2),
+    "Qwen3.5 AWQ": Layout(
+        AWQ | {"modules_to_not_convert": ["visual", "in_proj_a", "in_proj_b"]}, ((HYBRID, AWQ_4),), family="qwen3_5"
+    ),
+    "Qwen3.5 GPTQ-Int4": Layout(
+        GPTQMODEL | {"dynamic": {"-:.*visual.*": {}, "-:.*attn.*": {}, "-:.*mtp.*": {}}},
+        ((re.compile(r"layers\.\d+\.mlp\.\w+_proj\.weight$"), BARE),),
+        family="qwen3_5",
+    ),
     "Mistral's FP8": Layout(
         {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
         ((DECODER, with_parts(scaled(TENSOR, ()), activation_scale=torch.tensor(1.0))),),
@@ -333,7 +346,7 @@ def test_weights_under_another_name_are_told(checkpoint: CheckpointFactory, tmp_
 
 def plain(checkpoint: CheckpointFactory, family: str) -> Path:
     """A checkpoint with as many layers as DeepStack needs, and a head that can be cut into words."""
-    layers = 3 if family == "qwen3_vl" else 1
+    layers = {"qwen3_vl": 3, "qwen3_5": 4}.get(family, 1)
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
     text: dict[str, Any] = {**SIZES, "num_hidden_layers": layers, "vocab_size": 320}
     text |= {"rope_parameters": rope} if family.startswith("qwen2") else {}
@@ -362,9 +375,7 @@ def write(
         expected[canonical] = torch.from_numpy(np.ascontiguousarray(matrix.weight))
         parts |= {f"{name.removesuffix('weight')}{leaf}": part.contiguous() for leaf, part in matrix.parts.items()}
     tensors = parts | tensors  # a bias of its own stays
-    layer = next(name for name in tensors if "layers.0.self_attn" in name and "visual" not in name).split("self_attn")[
-        0
-    ]
+    layer = next(name.split("mlp")[0] for name in tensors if "layers.0.mlp" in name)
     tensors |= {f"{layer}{name}": torch.ones(1) for name in layout.more}
     save(tensors, directory, layout.shards)
     for file, values in (layout.beside or {}).items():
