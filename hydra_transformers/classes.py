@@ -81,12 +81,18 @@ def model_class(config: Any, model_dir: Path, *, trust_remote_code: bool) -> Any
     )
 
 
+def classes_of(config: Any, model: Any) -> tuple[Any, ...]:
+    """Returns the class with the head, and the one that it wraps, if transformers knows it."""
+    inner: Any = transformers.AutoModel._model_mapping.get(type(config), None)
+    inner = inner[0] if isinstance(inner, tuple) else inner
+    return (model,) if inner is None else (model, inner)
+
+
 def image_inputs(config: Any, model: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Returns the named arguments of get_image_features, and those that are required; both empty for models without
     pictures. The class with the head may leave arguments, or the whole function, to the class that it wraps."""
-    inner = transformers.AutoModel._model_mapping.get(type(config), None)
     arguments: dict[str, inspect.Parameter] = {}
-    for kind in (model, inner[0] if isinstance(inner, tuple) else inner):
+    for kind in classes_of(config, model):
         function = getattr(kind, "get_image_features", None)
         if function is not None:
             own = list(inspect.signature(function).parameters.values())[1:]

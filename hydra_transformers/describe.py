@@ -25,6 +25,7 @@ from hydra_engine.models.specs.decoder import stored_dtype
 from hydra_engine.models.specs.fields import read_json
 from hydra_transformers.classes import cannot_run, image_inputs, load_config, model_class, quiet_logging
 from hydra_transformers.processor import Expansion, PictureProcessor, num_runs
+from hydra_transformers.rope import AXES, RopeIndex, find_rope_index
 from hydra_transformers.spec import (
     FAMILY,
     PROCESSOR_ERRORS,
@@ -62,13 +63,14 @@ def _describe(model_dir: Path, trust_remote_code: bool) -> ModelSpec:
     text = config.get_text_config(decoder=True)
     try:
         _check_model(config, text, model)
-        language = _language(text, config)
+        inputs, required = image_inputs(config, model)
+        rope_index = find_rope_index(config, model) if inputs else None
+        language = _language(text, config, multimodal=rope_index is not None)
     except PROCESSOR_ERRORS as error:  # fields that transformers computes
         raise cannot_run(model.__name__, describe_error(error)) from error
-    inputs, required = image_inputs(config, model)
     vision = None
     if inputs:
-        vision = _vision(config, model_dir, inputs, required, language.hidden_size, trust_remote_code)
+        vision = _vision(config, model_dir, inputs, required, language.hidden_size, rope_index, trust_remote_code)
     raw = read_json(model_dir, "config.json")
     return ModelSpec(
         family=FAMILY,
@@ -107,8 +109,6 @@ def _check_model(config: Any, text: Any, model: Any) -> None:
         reason = "its layers keep a state besides keys and values"
     elif layer_types:
         reason = f"it has layers of type {', '.join(sorted(layer_types))}"
-    elif _mentions(getattr(text, "rope_parameters", None), "mrope_section") or _has_rope_index(model):
-        reason = "its positions have several axes (M-RoPE)"
     elif getattr(text, "kv_lora_rank", None):
         reason = "it keeps latent keys and values (MLA)"
     elif getattr(text, "num_kv_shared_layers", None):
@@ -128,18 +128,7 @@ def _differing_sizes(text: Any) -> list[str]:
     return [name for name in _SIZES if len({getattr(layer, name, None) for layer in layers}) > 1]
 
 
-def _has_rope_index(model: Any) -> bool:
-    """True if a class of the model's module computes positions on several axes; settings may omit it."""
-    return any(hasattr(value, "get_rope_index") for value in vars(sys.modules[model.__module__]).values())
-
-
-def _mentions(values: Any, name: str) -> bool:
-    if not isinstance(values, dict):
-        return False
-    return values.get(name) is not None or any(_mentions(value, name) for value in values.values())
-
-
-def _language(text: Any, config: Any) -> LanguageSpec:
+def _language(text: Any, config: Any, *, multimodal: bool) -> LanguageSpec:
     """Returns a spec for sizes and costs only: transformers computes the layers, so its arithmetic fields have dummy
     values."""
     hidden, num_heads = _number(text, "hidden_size"), _number(text, "num_attention_heads")
@@ -155,6 +144,7 @@ def _language(text: Any, config: Any) -> LanguageSpec:
         rope_theta=10000.0,
         max_position=_max_position(text),
         tie_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+        rope_sections=AXES if multimodal else None,
     )
 
 
@@ -221,9 +211,10 @@ def _vision(
     inputs: tuple[str, ...],
     required: tuple[str, ...],
     feature_size: int,
+    rope_index: RopeIndex | None,
     trust_remote_code: bool,
 ) -> GenericVisionSpec:
-    token_ids = (getattr(config, name, None) for name in ("image_token_id", "image_token_index"))
+    token_ids = (getattr(config, name, None) for name in ("image_token_id", "image_token_index", "image_patch_id"))
     image_token_id = next((id for id in token_ids if id is not None), None)
     if type(image_token_id) is not int:
         raise CheckpointError("config.json names no image_token_id, by which features find their place in a prompt")
@@ -232,6 +223,7 @@ def _vision(
         config.model_type,
         image_token_id=image_token_id,
         inputs=inputs,
+        rope_index=rope_index,
         trust_remote_code=trust_remote_code,
     )
     vision = getattr(config, "vision_config", None)
@@ -258,6 +250,7 @@ def _vision(
             patch_size=patch_size,
             trust_remote_code=trust_remote_code,
             loader=_LOADER,
+            multimodal=rope_index is not None,
             joins=_joins(processor),
         ),
         max_tokens=max(expansion.num_tokens for expansion in expansions),

@@ -14,7 +14,7 @@ import re
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,8 @@ from hydra_engine.models.specs.base import SPAN_TOKEN_IDS, ModelSpec
 from hydra_transformers.classes import cannot_run, load_config, model_class, quiet_logging
 from hydra_transformers.describe import probe_picture
 from hydra_transformers.model import GenericModel
-from hydra_transformers.processor import PictureProcessor
+from hydra_transformers.processor import PictureProcessor, TokenTypes
+from hydra_transformers.rope import Grid, positions_on
 from hydra_transformers.spec import PROCESSOR_ERRORS, describe_error
 from hydra_transformers.surgery import accepts, set_attention
 
@@ -56,11 +57,11 @@ def check_counts(config: Any, names: Collection[str]) -> None:
     parts = [(config.get_text_config(decoder=True), [name for name in lists if not _TOWERS.search(name)])]
     parts += [(getattr(config, name, None), towers) for name in type(config).sub_configs if "vision" in name]
     for part, own in parts:
-        for field in _FIELDS:
-            count = getattr(part, field, None)
+        for name in _FIELDS:
+            count = getattr(part, name, None)
             if type(count) is int and count > most:
                 named = max(own or lists, default="layers", key=lambda name: len(lists[name]))
-                raise too_many_layers(count, field, named[:120], lists.get(named, ()))
+                raise too_many_layers(count, name, named[:120], lists.get(named, ()))
 
 
 @contextmanager
@@ -93,6 +94,8 @@ _NUM_BESIDE = 7  # tokens of the other request in a step
 _BLOCK = 16
 # Outputs of processors for training: with them models return a loss.
 _NO_INPUTS = ("labels",)
+# Outputs that have a number for each token and are known by other means: positions, and pictures that see themselves.
+_KNOWN = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,8 @@ class Probe:
     inputs: Mapping[str, Tensor]  # for the model's own forward
     spans: Sequence[tuple[int, int]]  # of each picture, [first row, end)
     arrays: Sequence[Mapping[str, Tensor]]  # of each picture, as payloads have them
+    grids: Sequence[Grid] = ()  # of each picture
+    token_types: Mapping[str, TokenTypes] = field(default_factory=dict)  # by the argument of the model's forward
 
     @classmethod
     def from_spec(cls, module: Any, spec: ModelSpec) -> Probe:
@@ -115,18 +120,21 @@ class Probe:
         outputs = processor.outputs(*zip(pictures, _TEXTS, strict=False))
         ids = outputs["input_ids"][0]
         is_image = ids == spec.processor.image_token_id
-        spans, arrays, end = [], [], 0
+        spans, arrays, grids, end = [], [], [], 0
         for picture in pictures:
             found = processor.expand(picture)
             begin = end + int(is_image[end:].nonzero()[0, 0])
             end = begin + found.num_tokens
             spans.append((begin, end))
+            grids.append(found.grid)
             values = {name: torch.from_numpy(array) for name, array in found.arrays.items()}
             arrays.append({SPAN_TOKEN_IDS: ids[begin:end], **values})
         inputs = {
             name: value for name, value in outputs.items() if name not in _NO_INPUTS and accepts(module.forward, name)
         }
-        return cls(inputs, spans, arrays)
+        names = [name for name, value in inputs.items() if name not in _KNOWN and value.shape == ids[None].shape]
+        types = processor.token_types(names, _marks(module.config, spec), pictures[0]) if names else {}
+        return cls(inputs, spans, arrays, grids, types)
 
     @property
     def token_ids(self) -> Tensor:
@@ -151,6 +159,13 @@ class Probe:
         keeps = {"logits_to_keep": rows} if accepts(module.forward, "logits_to_keep") else {}
         logits: Tensor = module(**inputs, use_cache=False, **keeps).logits[0]
         return (logits if keeps else logits.index_select(0, rows)).float()
+
+
+def _marks(config: Any, spec: ModelSpec) -> list[int]:
+    """Returns the ids of the tokens that config.json names, those that stand for pictures and videos left out."""
+    media = (spec.image_token_id, spec.placeholder_id, getattr(config, "video_token_id", None))
+    named = (value for name, value in vars(config).items() if name.endswith("_token_id") and type(value) is int)
+    return [id for id in named if id >= 0 and id not in media]
 
 
 class PagedProbe:
@@ -196,6 +211,11 @@ class PagedProbe:
         another request, whose keys are in the last block."""
         device, count, last = self._device, end - begin, self._spec.language.max_position
         own, other, num_blocks = torch.arange(begin, end), torch.arange(beside), self._keys.num_blocks
+        places = torch.cat((other + last - beside, own))
+        if self._spec.language.rope_sections is not None:
+            probe = self._probe
+            on_axes = positions_on(probe.spans, probe.grids, len(probe.token_ids))[0]
+            places = torch.cat((places[:beside].expand(len(on_axes), -1), on_axes[:, begin:end]), dim=1)
         blocks = torch.arange(num_blocks, dtype=torch.int32).expand(2, -1).clone()
         blocks[0, 0] = num_blocks - 1
         first = 0 if beside else 1
@@ -209,7 +229,7 @@ class PagedProbe:
         image_rows = is_image[begin:end].nonzero()[:, 0]
         return LanguageInput(
             token_ids=torch.cat((other, self._probe.token_ids[begin:end])).to(device),
-            positions=torch.cat((other + last - beside, own)).to(device),
+            positions=places.to(device),
             slots=torch.cat((other + (num_blocks - 1) * _BLOCK, own)).to(device),
             attention=self._backend.ops.plan_attention(bounds, context, blocks[first:]),
             logit_rows=(rows[(rows >= begin) & (rows < end)] - begin + beside).to(device),
@@ -302,7 +322,7 @@ def _checked(module: Any, spec: ModelSpec, backend: Backend) -> GenericModel:
     alone or beside a request of another length."""
     probe = Probe.from_spec(module, spec)
     expected = probe.expected_logits(module, backend.dtype)
-    model = GenericModel(module, spec, backend)
+    model = GenericModel(module, spec, backend, probe.token_types)
     paged = PagedProbe(probe, model, spec, backend)
     alone = paged.logits()
     num_layers, most = spec.language.num_layers, _TOLERANCES[backend.dtype]

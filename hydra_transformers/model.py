@@ -13,7 +13,7 @@ is cut between pictures alone. Does not know requests or files.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from hydra_engine.models.layers.vision import VisionInput, no_checkpoint
 from hydra_engine.models.specs.base import SPAN_TOKEN_IDS, ModelSpec
 from hydra_engine.models.vlm import one_thread
 from hydra_transformers.attention import NAME, STEP, Step, register
+from hydra_transformers.processor import TokenTypes
 from hydra_transformers.surgery import (
     accepts,
     call_before_listed,
@@ -40,9 +41,12 @@ from hydra_transformers.surgery import (
     weights_bytes,
 )
 
+NO_TYPES: Mapping[str, TokenTypes] = {}
+
 
 class GenericModel:
     """A model through transformers. `module` has a language head; it is modified in place and owned by this object.
+    `token_types`: arguments of its forward that are made of token ids.
 
     `num_slices` is the number of pieces in the encode of one picture, 0 without a tower; it is measured at the first
     encode, during loading."""
@@ -50,8 +54,11 @@ class GenericModel:
     can_be_captured = False  # its modules may synchronise or branch on data
     tower = None
 
-    def __init__(self, module: Any, spec: ModelSpec, backend: Backend) -> None:
+    def __init__(
+        self, module: Any, spec: ModelSpec, backend: Backend, token_types: Mapping[str, TokenTypes] = NO_TYPES
+    ) -> None:
         register()
+        self._token_types = token_types
         self._module = module
         self._spec = spec
         self._sees_itself = spec.processor is not None and spec.processor.bidirectional
@@ -124,6 +131,11 @@ class GenericModel:
         """Returns [M, C]. Newer models return an object, older ones the features, or a list for several pieces."""
         values = {name: value.to(self._dtype) if value.is_floating_point() else value for name, value in arrays.items()}
         output = self._get_image_features(**values)
+        if getattr(output, "deepstack_features", None):
+            raise ValueError(
+                "its tower gives features to several layers of the decoder (DeepStack), and the adapter hands on those "
+                "for the first one only"
+            )
         output = getattr(output, "pooler_output", output)
         if output is None:
             raise ValueError(
@@ -161,13 +173,15 @@ class GenericModel:
         arguments: dict[str, Any] = {STEP: step}
         if self._keeps_rows:
             arguments["logits_to_keep"] = batch.logit_rows
+        for name, types in self._token_types.items():
+            arguments[name] = self._types_of(batch, types)
         # With several threads torch computes the remainder of a thread's share with other instructions, so a row's
         # activations would depend on the number of rows. The engine's ops have their own threads.
         with one_thread():
             hidden = self._embed_rows(batch, image_cache)
             output = self._module(
                 inputs_embeds=hidden[None],
-                position_ids=batch.positions[None],
+                position_ids=batch.positions.unsqueeze(-2),  # [1, T], or [3, 1, T] with three axes
                 # Of any content: with a mask given, transformers looks for no sequences of its own in the positions.
                 attention_mask=torch.ones((1, hidden.shape[0]), dtype=torch.int64, device=hidden.device),
                 use_cache=False,
@@ -177,6 +191,16 @@ class GenericModel:
         if not self._keeps_rows:
             logits = logits.index_select(0, batch.logit_rows)
         return logits.float(), step.layers
+
+    def _types_of(self, batch: LanguageInput, types: TokenTypes) -> Tensor:
+        """Returns [1, T]. A mark that the model writes counts as one of a prompt, which it is in the next turn."""
+        ids = batch.token_ids
+        found = torch.zeros_like(ids)
+        for id, number in types.items():
+            found[ids == id] = number
+        if batch.image_rows is not None and self._spec.image_token_id is not None:
+            found[batch.image_rows] = types.get(self._spec.image_token_id, 0)
+        return found[None]
 
     def _embed_rows(self, batch: LanguageInput, images: PagedCache | None) -> Tensor:
         hidden = self._embed(batch.token_ids).to(self._dtype).contiguous()

@@ -15,16 +15,21 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import transformers
 from PIL import Image
+from torch import Tensor
 from transformers.utils import import_utils
 
 from hydra_engine.errors import CheckpointError, InvalidImage
 from hydra_engine.models.specs.base import ProcessorSpec
 from hydra_engine.models.specs.fields import Fields, read_json_if_present
+from hydra_transformers.classes import load_config, model_class
+from hydra_transformers.rope import RopeIndex, Span, find_rope_index, grid_of, positions_on, true_positions
 from hydra_transformers.spec import PROCESSOR_ERRORS, describe_error
 
 Array = npt.NDArray[Any]
+TokenTypes = dict[int, int]  # by token id
 
 _FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 _TORCH_INDEX = "https://download.pytorch.org/whl"  # of builds for one kind of hardware
@@ -40,6 +45,7 @@ class Expansion:
     token_ids: list[int]
     suffix: str
     arrays: dict[str, Array]
+    grid: tuple[int, int] = (0, 0)  # (rows, columns) of the tokens where positions have three axes
 
     @property
     def num_tokens(self) -> int:
@@ -53,26 +59,47 @@ class Expansion:
 
 class PictureProcessor:
     """A model's processor for pictures. `inputs` are the arguments of get_image_features; `image_token_id` is the token
-    that the model replaces by features. Raises CheckpointError if the processor cannot be loaded."""
+    that the model replaces by features; `rope_index` counts positions where they have three axes. Raises
+    CheckpointError if the processor cannot be loaded."""
 
     def __init__(
-        self, model_dir: Path, model_type: str, *, image_token_id: int, inputs: Sequence[str], trust_remote_code: bool
+        self,
+        model_dir: Path,
+        model_type: str,
+        *,
+        image_token_id: int,
+        inputs: Sequence[str],
+        rope_index: RopeIndex | None,
+        trust_remote_code: bool,
     ) -> None:
         self._image_token_id = image_token_id
         self._inputs = tuple(inputs)
+        self._rope_index = rope_index
         self._processor = load_processor(model_dir, model_type, trust_remote_code=trust_remote_code)
         self._tokenizer = self._processor.tokenizer
         image_token = getattr(self._processor, "image_token", None)
         self.placeholder = str(image_token or self._tokenizer.convert_ids_to_tokens(image_token_id))
-        self.placeholder_id = int(self._tokenizer.convert_tokens_to_ids(self.placeholder))
+        placeholder_id = self._tokenizer.convert_tokens_to_ids(self.placeholder)
+        if placeholder_id is None or placeholder_id == self._tokenizer.unk_token_id:
+            raise CheckpointError(
+                f"the tokenizer does not know {self.placeholder!r}, which the model's processor takes for a picture; "
+                "use the tokenizer's files that came with the model"
+            )
+        self.placeholder_id = int(placeholder_id)
 
     @classmethod
     def from_spec(cls, spec: ProcessorSpec) -> PictureProcessor:
+        model_dir, rope_index = Path(spec.model_dir), None
+        if spec.multimodal:
+            config = load_config(model_dir, trust_remote_code=spec.trust_remote_code)
+            model = model_class(config, model_dir, trust_remote_code=spec.trust_remote_code)
+            rope_index = find_rope_index(config, model)
         return cls(
-            Path(spec.model_dir),
+            model_dir,
             spec.model_type,
             image_token_id=spec.image_token_id,
             inputs=spec.inputs,
+            rope_index=rope_index,
             trust_remote_code=spec.trust_remote_code,
         )
 
@@ -109,15 +136,26 @@ class PictureProcessor:
         if not places:
             raise InvalidImage("the model's processor puts no image token in the picture's place")
         first, end = places[0], places[-1] + 1
+        positions = self._positions(outputs)
         return Expansion(
             prefix=self._text(ids[:first]),
             token_ids=ids[first:end],
             suffix=self._text(ids[end:]),
             arrays={name: _array(name, outputs[name]) for name in self._inputs if outputs.get(name) is not None},
+            grid=(0, 0) if positions is None else grid_of(positions, (first, end)),
         )
 
+    def _positions(self, outputs: Mapping[str, Any]) -> Tensor | None:
+        """Returns a prompt's positions on three axes, by the model; None if they have one."""
+        if self._rope_index is None:
+            return None
+        try:
+            return true_positions(self._rope_index, outputs, self._image_token_id)
+        except PROCESSOR_ERRORS as error:
+            raise CheckpointError(f"the model's positions cannot be counted: {describe_error(error)}") from error
+
     def joins_pictures(self, images: Sequence[Image.Image]) -> bool:
-        """True if several pictures in one prompt give the same text and tower arrays as each alone."""
+        """True if several pictures in one prompt give the same text, positions and tower arrays as each alone."""
         expansions = [self.expand(image) for image in images]
         pictures = list(zip(images, _BEHIND, strict=False))
         try:
@@ -127,15 +165,40 @@ class PictureProcessor:
         image_token = self._tokenizer.convert_ids_to_tokens(self._image_token_id)
         parts = zip(expansions, pictures, strict=True)
         text = "".join(f"{found.prefix}{image_token}{found.suffix}{behind}" for found, (_, behind) in parts)
-        spans, expected = iter(expansions), list[int]()
+        spans, expected = list[Span](), list[int]()
         for id in self._tokenizer(text, add_special_tokens=False)["input_ids"]:
-            expected += next(spans).token_ids if id == self._image_token_id else [id]
+            if id == self._image_token_id:
+                begin = len(expected)
+                expected += expansions[len(spans)].token_ids
+                spans.append((begin, len(expected)))
+            else:
+                expected.append(id)
         if outputs["input_ids"][0].tolist() != expected:
+            return False
+        positions = self._positions(outputs)
+        grids = [found.grid for found in expansions]
+        if positions is not None and not torch.equal(positions_on(spans, grids, len(expected))[0], positions):
             return False
         # A tower whose only input is pixels cannot distinguish them from padding to the size of another picture.
         # Towers with further inputs are compared when the weights are loaded.
         alone = [found.arrays for found in expansions]
         return len(alone[0]) > 1 or all(_is_joined(outputs[name], [each[name] for each in alone]) for name in alone[0])
+
+    def token_types(self, names: Sequence[str], marks: Sequence[int], image: Image.Image) -> dict[str, TokenTypes]:
+        """Returns outputs of the processor that have a number for each token, as numbers by token id; 0 is left out.
+        `marks`: further tokens whose numbers are wanted. Raises CheckpointError if they do not follow from the ids."""
+        outputs = self.outputs((image, "".join(self._tokenizer.convert_ids_to_tokens(list(marks)))))
+        found: dict[str, TokenTypes] = {}
+        for name in names:
+            types: TokenTypes = {}
+            for id, number in zip(outputs["input_ids"][0].tolist(), outputs[name][0].tolist(), strict=True):
+                if types.setdefault(id, number) != number:
+                    raise CheckpointError(
+                        f"the model's processor gives {name}, which does not follow from the token ids, and the engine "
+                        "has nothing else to make it of"
+                    )
+            found[name] = {id: number for id, number in types.items() if number}
+        return found
 
     def image_attends_to_itself(self, image: Image.Image) -> bool:
         """True if the processor marks the image tokens as attending to each other."""

@@ -38,7 +38,8 @@ FAMILIES = {
     "minicpmv4_6": ("MiniCPM-V 4.6", "openbmb/MiniCPM-V-4.6", "pictures in slices, videos"),
     "generic": (
         "anything else",
-        "`--model-impl transformers`: tested on SmolVLM, Idefics3, Gemma 3, LLaVA-OneVision, LLaVA of other parts",
+        "`--model-impl transformers`: tested on SmolVLM, Idefics3, Gemma 3, GLM-4.1V, GLM-4.6V, GLM-OCR, PaddleOCR-VL, "
+        "ERNIE-4.5-VL, LLaVA-OneVision, LLaVA of other parts",
         "pictures",
     ),
     "text": ("text only", "Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Qwen3.5", "no vision lane"),

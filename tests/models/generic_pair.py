@@ -4,6 +4,7 @@ stage by the driver, and the same text and pictures given to transformers' proce
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,22 +18,27 @@ from hydra_engine.backend.base import Backend
 from hydra_engine.core.ids import ImageDigest
 from hydra_engine.core.instances import EPD, Role
 from hydra_engine.core.options import SpecOptions
-from hydra_engine.models.specs.base import SPAN_TOKEN_IDS, ProcessorSpec
+from hydra_engine.models.specs.base import SPAN_TOKEN_IDS, MediaPlan, ProcessorSpec
+from hydra_engine.models.specs.rope import place_spans
 from hydra_engine.preprocess.sandbox.processor import ProcessedPicture
 from hydra_engine.preprocess.text.tokenizer import load_tokenizer
 from hydra_engine.preprocess.text.writer import place_in_text
 from hydra_transformers.classes import load_config, model_class
 from hydra_transformers.processor import PictureProcessor, load_processor
 from tests.models.driver import Driver, Request, Span
+from tests.models.families.base import Prompt as PlacedPrompt
 
 GENERIC = SpecOptions(model_impl="transformers")
 Part = str | Image.Image
+_MARKS = (("<|begin_of_image|>", "<|end_of_image|>"), ("<|IMAGE_START|>", "<|IMAGE_END|>"))
 
 
 class Prompt(NamedTuple):
     parts: tuple[Part, ...]
     token_ids: list[int]  # one token per feature
     spans: list[tuple[int, Span]]  # first token, span
+    rope: Tensor | None = None  # [3, T], where positions have three axes
+    rope_delta: int = 0
 
     @property
     def pictures(self) -> list[Image.Image]:
@@ -56,6 +62,13 @@ class Pair:
         assert self.spec.processor is not None
         return self.spec.processor
 
+    @property
+    def marks(self) -> tuple[str, str]:
+        """Tokens around a picture. Without them transformers finds one picture where two are neighbours, if their
+        positions have rows and columns."""
+        known = [marks for marks in _MARKS if len(self.tokenizer.encode(marks[0], add_special_tokens=False)) == 1]
+        return known[0] if known else ("", "")
+
     # ---- ours
 
     def prompt(self, *parts: Part) -> Prompt:
@@ -65,11 +78,12 @@ class Pair:
         if not pictures:
             return Prompt(parts, self.tokenizer.encode(text, add_special_tokens=False), [])
         expansions = [self._pictures.expand(picture) for picture in pictures]
-        plans = []
+        plans: list[MediaPlan] = []
         for picture, found in zip(pictures, expansions, strict=True):
             payload = ProcessedPicture(
                 ImageDigest(bytes(32)), *picture.size, b"", 1, (), found.prefix, found.suffix, found.num_tokens, 1
             )
+            payload = replace(payload, grid=found.grid)
             plans.append(payload.plan())
         ids = place_in_text(text, plans, self.processor, self.tokenizer, add_special_tokens=False)
         token_ids: list[int] = []
@@ -83,12 +97,18 @@ class Pair:
             arrays[SPAN_TOKEN_IDS] = torch.tensor(found.token_ids)
             spans.append((len(token_ids), Span(torch.empty(0), picture.size, (1, 1, 1), found.num_tokens, arrays)))
             token_ids += found.token_ids
-        return Prompt(parts, token_ids, spans)
+        if self.spec.language.rope_sections is None:
+            return Prompt(parts, token_ids, spans)
+        placed = [(start, plan.items[0]) for (start, _), plan in zip(spans, plans, strict=True)]
+        ropes, delta = place_spans(placed)
+        return Prompt(parts, token_ids, spans, PlacedPrompt(token_ids, [], placed, ropes).rope(), delta)
 
     def request(self, prompt: Prompt) -> Request:
         slots = self.driver.encode([span for _, span in prompt.spans]) if prompt.spans else []
         starts = [start for start, _ in prompt.spans]
-        return self.driver.request(prompt.token_ids, list(zip(starts, slots, strict=True)))
+        return self.driver.request(
+            prompt.token_ids, list(zip(starts, slots, strict=True)), rope=prompt.rope, rope_delta=prompt.rope_delta
+        )
 
     # ---- transformers
 
@@ -116,9 +136,10 @@ class Pair:
         rows = embed(torch.tensor([behind]))
         inputs = self.inputs(prompt)
         num_prompt = inputs["input_ids"].shape[1]
-        for name, filler in (("input_ids", 0), ("attention_mask", 1), ("token_type_ids", 0)):
-            if name in inputs:
-                inputs[name] = torch.nn.functional.pad(inputs[name], (0, len(behind)), value=filler)
+        for name, value in inputs.items():
+            if value.shape == (1, num_prompt):  # a number for each token
+                filler = int(name == "attention_mask")
+                inputs[name] = torch.nn.functional.pad(value, (0, len(behind)), value=filler)
 
         def replace_rows(_module: Any, _args: Any, output: Tensor) -> Tensor:
             return torch.cat([output[:, : -len(behind)], rows], dim=1)

@@ -34,8 +34,13 @@ VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "llava-siglip-phi3": ("llava_phi3", {}),  # longrope
     "llava-onevision": ("llava_onevision", {}),
     "idefics3": ("idefics3", {}),
+    "glm4v": ("glm4v", {}),
+    "glm46v": ("glm46v", {}),
+    "glm_ocr": ("glm_ocr", {}),
+    "paddleocr_vl": ("paddleocr_vl", {}),
+    "ernie4_5_vl_moe": ("ernie4_5_vl_moe", {}),
 }
-PLAIN = ("smolvlm", "gemma3", "llava-siglip-phi3", "llava")
+PLAIN = ("smolvlm", "gemma3", "llava-siglip-phi3", "glm46v", "paddleocr_vl", "llava")
 FURTHER = VARIANTS.keys() - {"smolvlm", "gemma3"}  # by the reference ops in the slow tests alone
 
 
@@ -58,15 +63,18 @@ def directories(checkpoint: CheckpointFactory) -> Directories:
 
 
 def prompts(pair: Pair) -> dict[str, Prompt]:
-    first, second, third = picture(60, 40, 1), picture(31, 90, 2), picture(28, 28, 3)
+    begin, end = pair.marks
+    first, second, third, thin = (
+        (begin, picture(*size), end) for size in ((60, 40, 1), (31, 90, 2), (28, 28, 3), (300, 3, 4))
+    )
     asked = {
         "text only": pair.prompt("<s><|user|>Hello there.\n\n<|end|>"),
-        "one image": pair.prompt("<s><|user|>", first, "What is this?<|end|><|assistant|>"),
-        "image between newlines": pair.prompt("<s>a\n", first, "\nWhat is this?"),
-        "image first": pair.prompt(second, "and then"),
-        "many images": pair.prompt("<s>", first, second, "or", third, " Which one?"),
-        "long": pair.prompt("<s>Once upon a time, long ago, " * 2, third, " there was a picture. " * 3),
-        "extreme": pair.prompt("<s>", picture(300, 3, 4), "?"),
+        "one image": pair.prompt("<s><|user|>", *first, "What is this?<|end|><|assistant|>"),
+        "image between newlines": pair.prompt("<s>a\n", *first, "\nWhat is this?"),
+        "image first": pair.prompt(*second, "and then"),
+        "many images": pair.prompt("<s>", *first, *second, "or", *third, " Which one?"),
+        "long": pair.prompt("<s>Once upon a time, long ago, " * 2, *third, " there was a picture. " * 3),
+        "extreme": pair.prompt("<s>", *thin, "?"),
     }
     most = 3 if pair.processor.joins else 1
     return {what: prompt for what, prompt in asked.items() if len(prompt.pictures) <= most}
@@ -234,7 +242,8 @@ def test_halves_of_a_model_work_together(name: str, directories: Directories) ->
     slots = encoder.encode([span for _, span in prompt.spans])
     prefiller.image_cache.data.copy_(encoder.image_cache.data)
     starts = [start for start, _ in prompt.spans]
-    request = prefiller.request(prompt.token_ids, list(zip(starts, slots, strict=True)))
+    placed = list(zip(starts, slots, strict=True))
+    request = prefiller.request(prompt.token_ids, placed, rope=prompt.rope, rope_delta=prompt.rope_delta)
     tokens = [int(prefiller.run(request, [])[-1].argmax())]
     decoder.adopt(request, prefiller)
     for _ in range(7):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch import Tensor
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 from hydra_engine.backend.base import Backend
@@ -203,14 +205,123 @@ def processor_of(directory: Path) -> PictureProcessor:
     return PictureProcessor.from_spec(spec.processor)
 
 
-@pytest.mark.quick("smolvlm")
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", "smolvlm", "idefics3", "llava_phi3"])
 def test_other_processors_take_several(family: str, made: Make) -> None:
     spec = load_spec(made(family), GENERIC)
     assert spec.processor is not None and spec.processor.joins
 
 
+# ---- positions on three axes
+
+
+def rows_first(positions: Tensor) -> Tensor:
+    return positions[[0, 2, 1]]
+
+
+def with_a_gap(positions: Tensor) -> Tensor:
+    return positions + torch.arange(positions.shape[-1]).clamp(max=3)
+
+
+def of_four_axes(positions: Tensor) -> Tensor:
+    return torch.cat((positions[:1], positions))
+
+
+@pytest.mark.quick("rows_first", "four_axes")
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (rows_first, "positions of a picture are no grid of rows and columns from the next position on"),
+        (with_a_gap, "positions of a picture are no grid of rows and columns from the next position on"),
+        (of_four_axes, "positions have 4 axes, and the engine counts time, rows and columns"),
+    ],
+)
+def test_positions_of_another_form_are_refused(
+    change: Callable[[Tensor], Tensor], words: str, copied: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = transformers.GlmOcrModel.get_rope_index
+
+    @wraps(count)
+    def changed(*args: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        positions, delta = count(*args, **more)
+        return change(positions[:, 0])[:, None], delta
+
+    monkeypatch.setattr(transformers.GlmOcrModel, "get_rope_index", changed)
+    with pytest.raises(CheckpointError, match=f"the model's {words}"):
+        load_spec(copied("glm_ocr"), GENERIC)
+
+
+def test_pictures_whose_positions_change_beside_others_are_taken_alone(
+    copied: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = load_spec(copied("glm_ocr"), GENERIC)
+    assert spec.processor is not None and spec.processor.joins and spec.processor.multimodal
+    count = transformers.GlmOcrModel.get_rope_index
+
+    @wraps(count)
+    def numbered(*args: Any, image_grid_thw: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
+        positions, delta = count(*args, image_grid_thw=image_grid_thw, **more)
+        return positions + len(image_grid_thw) - 1, delta
+
+    monkeypatch.setattr(transformers.GlmOcrModel, "get_rope_index", numbered)
+    processor = PictureProcessor.from_spec(spec.processor)
+    assert not processor.joins_pictures([probe_picture(), probe_picture((80, 40))])
+
+
+@pytest.mark.slow
+def test_features_for_several_layers_are_refused(made: Make, native: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    features = transformers.GlmOcrModel.get_image_features
+
+    def with_more(*args: Any, **more: Any) -> Any:
+        output = features(*args, **more)
+        output.deepstack_features = [output.pooler_output]
+        return output
+
+    monkeypatch.setattr(transformers.GlmOcrModel, "get_image_features", with_more)
+    directory = made("glm_ocr")
+    with pytest.raises(CheckpointError, match=r"features to several layers of the decoder \(DeepStack\)"):
+        load_model(directory, load_spec(directory, GENERIC), native, EPD)
+
+
 # ---- what a processor gives
+
+
+@pytest.mark.slow
+def test_experts_of_pictures_are_chosen_by_tokens(made: Make, native: Backend) -> None:
+    """Marks around a picture count as the picture, in prompts whose pictures and marks the probe has not seen too."""
+    pair = Pair(made("ernie4_5_vl_moe"), native)
+    assert not pair.driver.model.deterministic
+    begin, end = pair.marks
+    for parts in (["<s>", begin, picture(40, 50), end, "What?"], ["<s>", end, "and", begin, "alone"]):
+        prompt = pair.prompt(*parts)
+        inputs = pair.inputs(prompt)
+        marks = [pair.tokenizer.encode(mark, add_special_tokens=False)[0] for mark in (begin, end)]
+        is_picture = [id in (*marks, pair.processor.image_token_id) for id in prompt.token_ids]
+        inputs["moe_mm_token_type_ids"] = torch.tensor([is_picture]).int()
+        with torch.inference_mode():
+            expected = pair.reference(**inputs).logits[0]
+        pair.driver.reset()
+        assert (pair.driver.run(pair.request(prompt), []) - expected).abs().max() <= 1e-4
+
+
+def test_numbers_of_tokens_that_do_not_follow_from_the_tokens_are_refused(
+    copied: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = transformers.LlavaProcessor.__call__
+
+    def numbered(*args: Any, **more: Any) -> Any:
+        outputs = call(*args, **more)
+        outputs["places"] = torch.arange(outputs["input_ids"].shape[1])[None]
+        return outputs
+
+    monkeypatch.setattr(transformers.LlavaProcessor, "__call__", numbered)
+    with pytest.raises(CheckpointError, match="gives places, which does not follow from the token ids"):
+        processor_of(copied("llava")).token_types(["places"], [7, 7], probe_picture())
+
+
+def test_a_placeholder_that_the_tokenizer_does_not_know(copied: Callable[[str], Path]) -> None:
+    with pytest.raises(CheckpointError, match=r"the tokenizer does not know '<\|image_pad\|>', which the model's proc"):
+        load_spec(copied("qwen2_vl"), GENERIC)
 
 
 def test_arguments_that_the_inner_class_knows_are_given_too() -> None:

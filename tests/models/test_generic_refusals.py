@@ -68,7 +68,6 @@ def changed_json(path: Path, **fields: Any) -> None:
 
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "mamba": ({}, "MambaForCausalLM cannot run through transformers here: its layers keep a state besides"),
-    "qwen2_vl": ({}, "Qwen2VLForConditionalGeneration cannot run .*: its positions have several axes .M-RoPE."),
     "deepseek_v3": ({}, "DeepseekV3ForCausalLM cannot run .*: it keeps latent keys and values"),
     "lfm2": (
         {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},

@@ -15,13 +15,16 @@ import transformers
 
 from tools.miniatures.adapted import ADAPTED
 from tools.miniatures.base import MIXTURE, TEXT, TinyFamily, make_checkpoint
+from tools.miniatures.ernie4_5_vl import ERNIE4_5_VL_MOE
 from tools.miniatures.gemma3 import GEMMA3
+from tools.miniatures.glm import GLM4V, GLM46V, GLM_OCR
 from tools.miniatures.idefics3 import IDEFICS3
 from tools.miniatures.internvl import INTERNVL
 from tools.miniatures.llava import LLAVA
 from tools.miniatures.llava_next import LLAVA_NEXT
 from tools.miniatures.llava_siglip import LLAVA_ONEVISION, LLAVA_PHI3
 from tools.miniatures.minicpmv import MINICPMV
+from tools.miniatures.paddleocr_vl import PADDLEOCR_VL
 from tools.miniatures.qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from tools.miniatures.qwen3_vl import QWEN3_5, QWEN3_VL
 from tools.miniatures.smolvlm import SMOLVLM
@@ -50,6 +53,11 @@ TINY: dict[str, TinyFamily] = {
     "gemma3": GEMMA3,
     "smolvlm": SMOLVLM,
     "idefics3": IDEFICS3,
+    "glm4v": GLM4V,
+    "glm46v": GLM46V,
+    "glm_ocr": GLM_OCR,
+    "paddleocr_vl": PADDLEOCR_VL,
+    "ernie4_5_vl_moe": ERNIE4_5_VL_MOE,
     "llava_onevision": LLAVA_ONEVISION,
     "llava_phi3": LLAVA_PHI3,
     **ADAPTED,

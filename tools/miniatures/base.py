@@ -60,6 +60,7 @@ def chat_template(image: str = IMAGE_TOKEN, video: str = "") -> str:
 class TinyFamily:
     """`build_config(text, vision, overrides)` makes transformers' config; `extra_tokens` follow the shared vocabulary
     (ids from TINY_VOCABULARY on); `save_processor(directory, config, tokenizer)` writes tokenizer and processor files.
+    With `says_marks` false its greedy text has none of these tokens, as that of trained models.
     """
 
     build_config: Callable[[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]], Any]
@@ -67,6 +68,7 @@ class TinyFamily:
     extra_tokens: tuple[str, ...] = ()
     template: str = chat_template()
     with_images: bool = True
+    says_marks: bool = True
 
 
 def make_checkpoint(
@@ -89,6 +91,8 @@ def make_checkpoint(
             randomise(name, parameter.data)
             if _is_centred(config.get_text_config(), name):
                 parameter.data -= 1
+        if not family.says_marks:
+            model.get_output_embeddings().weight.data[TINY_VOCABULARY:][: len(family.extra_tokens)] = 0
     model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)
     model.generation_config.save_pretrained(directory)
     save_processor(directory, config, family)
@@ -167,6 +171,24 @@ def save_processor(directory: Path, config: Any, family: TinyFamily) -> None:
     )
     fast.chat_template = family.template
     family.save_processor(directory, config, fast)
+
+
+def write_processor(directory: Path, tokenizer: Any, processor_class: str, images: Any, **marks: str) -> None:
+    """Writes the files of a processor whose class insists on a video processor, which needs torchvision to be made.
+    `marks`: the names that the tokenizer has for its tokens, such as image_token."""
+    named = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer,
+        bos_token=tokenizer.bos_token,
+        eos_token=tokenizer.eos_token,
+        pad_token=tokenizer.pad_token,
+        extra_special_tokens=marks,
+        model_max_length=tokenizer.model_max_length,
+        clean_up_tokenization_spaces=False,
+    )
+    named.chat_template = tokenizer.chat_template
+    named.save_pretrained(directory)
+    values = {"processor_class": processor_class, "image_processor": images.to_dict()}
+    (directory / "processor_config.json").write_text(json.dumps(values, default=str))
 
 
 def extra_id(family: TinyFamily, token: str) -> int:

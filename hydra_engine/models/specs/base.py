@@ -315,6 +315,11 @@ class Expansion(Protocol):
     @property
     def arrays(self) -> dict[str, npt.NDArray[Any]]: ...
 
+    @property
+    def grid(self) -> tuple[int, int]:
+        """(rows, columns) of the tokens, for multimodal rotary positions; (0, 0) without."""
+        ...
+
     def num_patches(self, patch_size: int) -> int:
         """Number of patches of the tower, 1 or more."""
         ...
@@ -343,6 +348,7 @@ class ProcessorSpec:
     patch_size: int
     trust_remote_code: bool
     loader: str
+    multimodal: bool = False  # positions have three axes, on which a picture's tokens are a grid
     joins: bool = True  # several pictures of a prompt expand as each does alone; else a prompt may have one
 
 

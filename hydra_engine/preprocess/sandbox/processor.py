@@ -35,6 +35,7 @@ class ProcessedPicture(PixelPayload):
     num_tokens: int = 0
     num_patches: int = 0
     bidirectional: bool = False
+    grid: tuple[int, int] = (0, 0)  # (rows, columns) of the tokens, for multimodal rotary positions
 
     def plan(self) -> MediaPlan:
         """The plan: text, the span, text."""
@@ -45,6 +46,7 @@ class ProcessedPicture(PixelPayload):
             self.num_patches,
             self.num_tokens,
             (1, 1, self.num_patches),
+            *self.grid,
             bidirectional=self.bidirectional,
         )
         parts = [part for part in (self.prefix, item, self.suffix) if part != ""]
@@ -55,7 +57,7 @@ class ImageProcessor:
     """The model's own image processor. Not thread-safe."""
 
     def __init__(self, spec: ProcessorSpec) -> None:
-        self._bidirectional = spec.bidirectional
+        self._spec = spec
         self._host = ChildHost(
             "run the model's image processor",
             _COMMAND,
@@ -76,7 +78,8 @@ class ImageProcessor:
         if answer.error is not None:
             raise from_info(answer.error)
         sizes = [math.prod(layout.shape) * np.dtype(layout.dtype).itemsize for layout in answer.arrays]
-        if sizes != [len(data) for data in answer.data]:
+        on_grid = len(answer.token_ids) if self._spec.multimodal else 0
+        if sizes != [len(data) for data in answer.data] or min(answer.grid) < 0 or math.prod(answer.grid) != on_grid:
             raise _failed()
         ids = np.asarray(answer.token_ids, dtype=np.int64)
         return ProcessedPicture(
@@ -89,7 +92,8 @@ class ImageProcessor:
             suffix=answer.suffix,
             num_tokens=ids.size,
             num_patches=answer.num_patches,
-            bidirectional=self._bidirectional,
+            bidirectional=self._spec.bidirectional,
+            grid=answer.grid,
         )
 
     def warm_up(self) -> None:

@@ -36,6 +36,7 @@ class Processed(msgspec.Struct):
     token_ids: list[int] = []
     suffix: str = ""
     num_patches: int = 0
+    grid: tuple[int, int] = (0, 0)
     arrays: tuple[ArrayLayout, ...] = ()
     data: tuple[memoryview, ...] = ()
 
@@ -65,6 +66,7 @@ def start() -> Callable[[Picture, Memory], Processed]:
             expansion.token_ids,
             expansion.suffix,
             expansion.num_patches(spec.patch_size),
+            expansion.grid,
             tuple(ArrayLayout(name, array.dtype.str, array.shape) for name, array in arrays.items()),
             tuple(array.data.cast("B") for array in arrays.values()),
         )

@@ -96,7 +96,7 @@ def test_published_configs_give_the_known_numbers(
     (tmp_path / "config.json").write_text(json.dumps(published))
     config = load_config(tmp_path, trust_remote_code=False)
     assert model_class(config, tmp_path, trust_remote_code=False).__name__ == published["architectures"][0]
-    language = _language(config.get_text_config(decoder=True), config)
+    language = _language(config.get_text_config(decoder=True), config, multimodal=False)
     names = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "max_position")
     assert tuple(getattr(language, name) for name in names) == shape
     assert language.kv_bytes_per_token(2) == kv_bytes
@@ -115,7 +115,9 @@ def test_smolvlm_pictures_of_the_published_size(size: tuple[int, int], tiles: in
     images = values["image_processor"] | {"size": {"longest_edge": 1536}, "max_image_size": {"longest_edge": 384}}
     path.write_text(json.dumps(values | {"image_processor": images, "image_seq_len": 81}))
     inputs = ("pixel_values", "pixel_attention_mask")
-    processor = PictureProcessor(tmp_path, "smolvlm", image_token_id=5, inputs=inputs, trust_remote_code=False)
+    processor = PictureProcessor(
+        tmp_path, "smolvlm", image_token_id=5, inputs=inputs, rope_index=None, trust_remote_code=False
+    )
     found = processor.expand(Image.new("RGB", size, "teal"))
     assert found.token_ids.count(5) == 81 * (tiles + 1)
     assert found.arrays["pixel_values"].shape == (1, tiles + 1, 3, 384, 384)
@@ -132,7 +134,7 @@ def test_what_a_processor_raises_on_a_picture_is_told_of_the_picture(tmp_path: P
         json.dumps(values | {"image_processor": values["image_processor"] | {"size": {"shortest_edge": 9}}})
     )
     processor = PictureProcessor(
-        tmp_path, "smolvlm", image_token_id=5, inputs=("pixel_values",), trust_remote_code=False
+        tmp_path, "smolvlm", image_token_id=5, inputs=("pixel_values",), rope_index=None, trust_remote_code=False
     )
     with pytest.raises(InvalidImage, match="the model's processor cannot take a picture of 30 x 5 pixels"):
         processor.expand(Image.new("RGB", (30, 5)))
