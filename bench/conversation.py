@@ -3,10 +3,11 @@
 A turn is a picture (by default of 1,000 tokens where the model allows that), a short question and an answer of
 `--tokens`. Servers start as in bench.compare, with their reuse of prompts and pictures left on. Of each turn: prompt
 tokens that were computed and not found in a cache, pictures encoded, seconds until the first token. A turn's own tokens
-begin with the last one of the answer before it, which nobody has computed yet, and for the engine with the block that
-it is in. Measured alone in the same engine after each conversation: one encode of such a picture, and one prefill of
-another last turn, whose prefix and features are cached. Answers are digits (`logit_bias`), because other tokens of
-random weights are no text that becomes the same tokens again. The last line of the output is one JSON document.
+begin where its prompt differs from the last prompt and the computed tokens of its answer, and for the engine with the
+block that this is in. Tokens of both that differ are rewritten, by the chat template or by the tokenizer. Measured
+alone in the same engine after each conversation: one encode of such a picture, and one prefill of another last turn,
+whose prefix and features are cached. Answers are digits (`logit_bias`), because other tokens of random weights are no
+text that becomes the same tokens again. The last line of the output is one JSON document.
 
     python -m bench.conversation --model qwen2.5-vl-3b --quantization int4 --threads 2 --rounds 3
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
+import itertools
 import json
 import re
 import statistics
@@ -38,9 +40,10 @@ GOALS = {"over_alone": 1.1, "over_first": 1.2}  # of the last turn's time to fir
 _QUESTION = "Where is the button to press next?"
 _ASPECT = (40, 25)  # of a screenshot
 _PICTURE_TOKENS = 1000
+_TEMPLATE = {"enable_thinking": False}
 _REPORT_S = 1.0  # an instance reports its counters within it
 _HEAD = (
-    *("system", "turn", "prompt tokens", "own", "computed", "pictures encoded"),
+    *("system", "turn", "prompt tokens", "rewritten", "own", "computed", "pictures encoded"),
     *("first token s", "over encode + prefill alone", "over turn 1"),
 )
 
@@ -75,24 +78,38 @@ def screenshot(model: str) -> tuple[int, int]:
 
 
 class Talk:
-    """A conversation with one server. `bias`: the logit bias that makes answers digits."""
+    """A conversation with one server. `digits`: the token of each digit."""
 
-    def __init__(self, target: Target, arguments: argparse.Namespace, bias: dict[str, int]) -> None:
-        self._target, self._arguments, self._bias = target, arguments, bias
-        ours = target.dialect == "hydra"
-        info = json.loads(_call(target, "/server_info")) if ours else None
+    def __init__(self, target: Target, arguments: argparse.Namespace, digits: dict[str, int]) -> None:
+        self._target, self._arguments, self._digits = target, arguments, digits
+        self._is_ours = target.dialect == "hydra"
+        info = json.loads(_call(target, "/server_info")) if self._is_ours else None
         self._block = info["instances"][0]["kv_cache"]["block_size"] if info else 1
         self.messages: list[Message] = []
-        self._sequence = 0  # tokens of the last prompt and its answer
+        self._sequence: list[int] = []  # the last prompt with its answer
+        self._length = 0  # of it
 
     def turn(self, seed: int) -> dict[str, Any]:
         """Asks about the next screenshot, and keeps the answer."""
         self.messages.append(self._question(seed))
         figures, text = self._ask(self.messages)
+        known = max(self._length - 1, 0)  # nobody has computed the last token of an answer
+        rewritten = None
+        if self._is_ours:
+            prompt = self._prompt()
+            same = min(known, _num_alike(self._sequence, prompt))
+            known, rewritten = same, known - same
+            self._sequence = prompt + [self._digits[digit] for digit in text]
         self.messages.append({"role": "assistant", "content": text})
-        begin = max(self._sequence - 1, 0) // self._block * self._block
-        self._sequence = figures["prompt_tokens"] + figures["answer_tokens"]
-        return figures | {"own_tokens": figures["prompt_tokens"] - begin}
+        self._length = figures["prompt_tokens"] + figures["answer_tokens"]
+        own = figures["prompt_tokens"] - known // self._block * self._block
+        return figures | {"own_tokens": own, "rewritten_tokens": rewritten}
+
+    def _prompt(self) -> list[int]:
+        """Token ids of the messages. Asked for after the turn, as it opens the pictures."""
+        body = {"model": self._target.model, "messages": self.messages, "chat_template_kwargs": _TEMPLATE}
+        tokens: list[int] = json.loads(_call(self._target, "/tokenize", body))["tokens"]
+        return tokens
 
     def alone(self, seed: int) -> dict[str, Any]:
         """Measures one encode, and one prefill of another last turn. Keeps neither in the conversation."""
@@ -122,12 +139,12 @@ class Talk:
             "max_tokens": self._arguments.tokens,
             "temperature": 0,
             "ignore_eos": True,
-            "logit_bias": self._bias,
-            "chat_template_kwargs": {"enable_thinking": False},
+            "logit_bias": {str(token): 100 for token in self._digits.values()},
+            "chat_template_kwargs": _TEMPLATE,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        if self._target.dialect == "hydra":
+        if self._is_ours:
             body["return_metrics"] = True
         answer = asyncio.run(_send(self._target, json.dumps(body).encode()))
         stream = parse_events(answer.chunks)
@@ -145,6 +162,12 @@ class Talk:
             **{name: round(metrics[name], 5) for name in ("encode_s", "prefill_s") if metrics},
         }
         return figures, stream.text
+
+
+def _num_alike(one: Sequence[int], other: Sequence[int]) -> int:
+    """Number of tokens with which both begin."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 async def _send(target: Target, body: bytes) -> Answer:
@@ -166,13 +189,13 @@ def _call(target: Target, path: str, document: dict[str, Any] | None = None) -> 
         raise ServerFailed(f"{target.name} does not answer {path}: {error}") from error
 
 
-def digit_bias(target: Target) -> dict[str, int]:
-    """The logit bias under which an answer consists of digits, each of which is a token of its own."""
-    ids = []
+def digit_tokens(target: Target) -> dict[str, int]:
+    """The token of each digit, which answers consist of."""
+    tokens = {}
     for digit in "0123456789":
         words = {"content": digit} if target.dialect == "openai" else {"prompt": digit, "add_special_tokens": False}
-        ids.append(json.loads(_call(target, "/tokenize", words | {"model": target.model}))["tokens"][-1])
-    return {str(token_id): 100 for token_id in ids}
+        tokens[digit] = json.loads(_call(target, "/tokenize", words | {"model": target.model}))["tokens"][-1]
+    return tokens
 
 
 def num_encoded(target: Target) -> int | None:
@@ -185,11 +208,11 @@ def num_encoded(target: Target) -> int | None:
 
 
 def measure(target: Target, arguments: argparse.Namespace, number: int) -> dict[str, Any]:
-    bias, turns = digit_bias(target), arguments.turns
-    warm_up = Talk(target, arguments, bias)
+    digits, turns = digit_tokens(target), arguments.turns
+    warm_up = Talk(target, arguments, digits)
     for seed in range(2):
         warm_up.turn(1_000_000 + seed)
-    talk, before = Talk(target, arguments, bias), num_encoded(target)
+    talk, before = Talk(target, arguments, digits), num_encoded(target)
     document: dict[str, Any] = {"turns": [talk.turn(1000 * number + turn) for turn in range(turns)]}
     if before is not None:
         document["encoded"] = (num_encoded(target) or 0) - before
@@ -211,7 +234,7 @@ def table(documents: Sequence[dict[str, Any]], cpu: str, flags: frozenset[str]) 
         yield _line(*_HEAD)
         yield _line(*["---"] * len(_HEAD))
         for name, rounds in systems.items():
-            yield from _turns(name, rounds) if rounds else [_line(name, "left out", *[""] * 7)]
+            yield from _turns(name, rounds) if rounds else [_line(name, "left out", *[""] * (len(_HEAD) - 2))]
     goals = f"{GOALS['over_alone']} times encode and prefill alone, {GOALS['over_first']} times turn 1"
     yield f"\nGoals of the last turn: its own tokens computed, one picture encoded; {goals}."
 
@@ -223,7 +246,7 @@ def _turns(name: str, rounds: Sequence[dict[str, Any]]) -> Iterator[str]:
         each = [one["turns"][turn] for one in rounds]
         ttft_s = _median([one["ttft_s"] for one in each])
         alone = [each for one in rounds for each in one.get("alone", ())] if turn == last else []
-        counts = ("prompt_tokens", "own_tokens", "computed_tokens", "encoded")
+        counts = ("prompt_tokens", "rewritten_tokens", "own_tokens", "computed_tokens", "encoded")
         yield _line(
             *(name, str(turn + 1)),
             *(_count([one[key] for one in each]) for key in counts),
