@@ -30,6 +30,16 @@ FAMILIES = {
         "Qwen/Qwen3.5-0.8B, 2B, 4B, 9B, 27B, Qwen3.6-27B, Qwen3.8-27B",
         "pictures of any size, videos",
     ),
+    "qwen3_vl_moe": (
+        "Qwen3-VL, mixtures of experts",
+        "Qwen/Qwen3-VL-30B-A3B, 235B-A22B-Instruct",
+        "pictures of any size, videos",
+    ),
+    "qwen3_5_moe": (
+        "Qwen3.5, 3.6, mixtures of experts",
+        "Qwen/Qwen3.5-35B-A3B, 122B-A10B, 397B-A17B, Qwen3.6-35B-A3B",
+        "pictures of any size, videos",
+    ),
     "internvl": (
         "InternVL 2.5, 3, 3.5",
         "OpenGVLab/InternVL3-1B-hf to 78B-hf, InternVL3_5-1B-HF to 38B-HF, 30B-A3B-HF",
@@ -42,7 +52,7 @@ FAMILIES = {
         "ERNIE-4.5-VL, LLaVA-OneVision, LLaVA of other parts",
         "pictures",
     ),
-    "text": ("text only", "Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Qwen3.5", "no vision lane"),
+    "text": ("text only", "Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Qwen3.5, Qwen3.5-MoE", "no vision lane"),
 }
 CHECKS = {  # how the names of tests begin, and what they check
     "test_positions": "positions",

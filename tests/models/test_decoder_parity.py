@@ -37,6 +37,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-tied": ("qwen3", {"text": {"tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 4}}),
     "qwen3_moe": ("qwen3_moe", {"text": {"norm_topk_prob": True, "mlp_only_layers": [1]}}),
     "qwen3_moe-steps": ("qwen3_moe", {"text": {"num_hidden_layers": 4, "decoder_sparse_step": 2}}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {"text": {"num_hidden_layers": 4, "linear_value_head_dim": 64}}),
     "qwen3_5": (
         "qwen3_5_text",
         {

@@ -37,6 +37,7 @@ SIZES = {
 }
 PROMPT = [1, *range(40, 55)]
 LAYER = "model.layers.1.mlp.experts."
+VL_LAYER = "model.language_model.layers.1.mlp.experts."
 
 
 @pytest.fixture
@@ -96,6 +97,23 @@ def test_fused_layouts_are_the_experts_one_by_one(
     made = checkpoint("plain-moe" if width == 64 else "wide-moe", "qwen3_moe", text=text)
     fused = rewrite(made, tmp_path / "fused", lambda tensors: fuse(tensors, transposed=transposed))
     assert torch.equal(logits(fused, reference), logits(made, reference))
+
+
+def test_qwen3_vl_moe_is_read_as_it_was_published(
+    checkpoint: CheckpointFactory, tmp_path: Path, reference: Backend
+) -> None:
+    """Published files have inputs before outputs, which transformers 5 writes the other way round."""
+    made = checkpoint("plain-qwen3-vl-moe", "qwen3_vl_moe")
+
+    def transpose(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if ".experts." in name]:
+            tensors[name] = tensors[name].transpose(1, 2)
+
+    published = rewrite(made, tmp_path / "published", transpose)
+    assert load_file(published / "model.safetensors")[f"{VL_LAYER}gate_up_proj"].shape == (8, 64, 80)
+    assert torch.equal(logits(published, reference), logits(made, reference))
+    # The text part says true where the model says false: transformers 5 writes its default.
+    assert not load_spec(made).language.tie_embeddings
 
 
 def test_eight_bit_floats_in_fused_tensors_are_those_of_single_experts(
@@ -170,6 +188,15 @@ def test_fused_tensors_that_do_not_fit_together_are_named(plain: Path, tmp_path:
 
     message = refusal(rewrite(fused, tmp_path / "double", double), reference)
     assert message == f"tensor {LAYER}2.up_proj.weight is in the checkpoint twice, alone and in {LAYER}gate_up_proj"
+
+
+def test_a_shared_expert_has_the_width_of_the_others(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+    made = checkpoint("plain-qwen3_5-moe", "qwen3_5_moe_text", text={"num_hidden_layers": 4})
+    directory = Path(shutil.copytree(made, tmp_path / "wide"))
+    edit_config(directory, lambda config: config.update(shared_expert_intermediate_size=80))
+    with pytest.raises(CheckpointError) as caught:
+        load_spec(directory)
+    assert "shared_expert_intermediate_size in config.json must be 40, as moe_intermediate_size" in caught.value.message
 
 
 def test_counts_in_the_config_are_checked(plain: Path, tmp_path: Path) -> None:

@@ -154,6 +154,7 @@ def test_marks_are_text_in_a_conversation_and_tokens_in_a_raw_prompt(
 CLASSES = (None, "LlamaTokenizer", "LlamaTokenizerFast", "Qwen2Tokenizer", "GPT2TokenizerFast", "InternLM2Tokenizer")
 TYPES = ("llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "minicpmv4_6")
 TYPES += ("llama", "mistral", "qwen2", "qwen3", "qwen3_5", "qwen3_5_text")
+TYPES += ("qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "qwen3_5_moe_text")
 
 
 @pytest.mark.quick("llava]", "qwen2_vl", "minicpmv4_6")

@@ -26,12 +26,14 @@ from tools.miniatures.llava_siglip import LLAVA_ONEVISION, LLAVA_PHI3
 from tools.miniatures.minicpmv import MINICPMV
 from tools.miniatures.paddleocr_vl import PADDLEOCR_VL
 from tools.miniatures.qwen2_vl import QWEN2_5_VL, QWEN2_VL
-from tools.miniatures.qwen3_vl import QWEN3_5, QWEN3_VL
+from tools.miniatures.qwen3_vl import QWEN3_5, QWEN3_5_MOE, QWEN3_VL, QWEN3_VL_MOE
 from tools.miniatures.smolvlm import SMOLVLM
 
 
 def _text_only(model_type: str) -> TinyFamily:
     default = {**TEXT, **(MIXTURE if "moe" in model_type else {})}
+    if model_type == "qwen3_5_moe_text":
+        default["shared_expert_intermediate_size"] = MIXTURE["moe_intermediate_size"]
     return TinyFamily(
         lambda text, vision, overrides: transformers.AutoConfig.for_model(
             model_type, **{**default, **text, **vision, **overrides}
@@ -49,7 +51,9 @@ TINY: dict[str, TinyFamily] = {
     "qwen2_vl": QWEN2_VL,
     "qwen2_5_vl": QWEN2_5_VL,
     "qwen3_vl": QWEN3_VL,
+    "qwen3_vl_moe": QWEN3_VL_MOE,
     "qwen3_5": QWEN3_5,
+    "qwen3_5_moe": QWEN3_5_MOE,
     "gemma3": GEMMA3,
     "smolvlm": SMOLVLM,
     "idefics3": IDEFICS3,
@@ -63,7 +67,16 @@ TINY: dict[str, TinyFamily] = {
     **ADAPTED,
     **{
         model_type: _text_only(model_type)
-        for model_type in ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_5_text", "phi3")
+        for model_type in (
+            "llama",
+            "mistral",
+            "qwen2",
+            "qwen3",
+            "qwen3_moe",
+            "qwen3_5_text",
+            "qwen3_5_moe_text",
+            "phi3",
+        )
     },
 }
 

@@ -101,7 +101,12 @@ def make_checkpoint(
 def _is_centred(text: Any, name: str) -> bool:
     """Norms of this decoder multiply by 1 + weight, but for the one inside a delta net; the tower's are like others."""
     norm = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
-    return bool(text.model_type == "qwen3_5_text") and norm and "vision" not in name and "merger" not in name
+    return (
+        bool(text.model_type in ("qwen3_5_text", "qwen3_5_moe_text"))
+        and norm
+        and "vision" not in name
+        and "merger" not in name
+    )
 
 
 def write_random(path: Path, shapes: Mapping[str, tuple[int, ...]], seed: int, gptq: Collection[str] = ()) -> None:

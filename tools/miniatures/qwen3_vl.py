@@ -16,6 +16,7 @@ from tools.miniatures.base import (
     EOS_ID,
     IMAGE_ID,
     IMAGE_TOKEN,
+    MIXTURE,
     PAD_ID,
     TEXT,
     TINY_VOCABULARY,
@@ -73,6 +74,16 @@ def _build_config_3_5(text: Mapping[str, Any], vision: Mapping[str, Any], overri
     return _config(transformers.Qwen3_5Config, {**_TEXT_3_5, **text}, {**_VISION_3_5, **vision}, overrides)
 
 
+def _build_config_moe(text: Mapping[str, Any], vision: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
+    return _config(transformers.Qwen3VLMoeConfig, {**_TEXT, **MIXTURE, **text}, {**_VISION, **vision}, overrides)
+
+
+def _build_config_3_5_moe(text: Mapping[str, Any], vision: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
+    decoder = {**_TEXT_3_5, **MIXTURE, **text}
+    decoder.setdefault("shared_expert_intermediate_size", decoder["moe_intermediate_size"])
+    return _config(transformers.Qwen3_5MoeConfig, decoder, {**_VISION_3_5, **vision}, overrides)
+
+
 def _config(build: Any, decoder: dict[str, Any], tower: dict[str, Any], overrides: Mapping[str, Any]) -> Any:
     start, end, video = range(TINY_VOCABULARY, TINY_VOCABULARY + len(EXTRA_TOKENS))
     top = {
@@ -106,3 +117,5 @@ _TEMPLATE = chat_template(
 )
 QWEN3_VL = TinyFamily(_build_config, _save_processor, EXTRA_TOKENS, _TEMPLATE)
 QWEN3_5 = TinyFamily(_build_config_3_5, _save_processor, EXTRA_TOKENS, _TEMPLATE)
+QWEN3_VL_MOE = TinyFamily(_build_config_moe, _save_processor, EXTRA_TOKENS, _TEMPLATE)
+QWEN3_5_MOE = TinyFamily(_build_config_3_5_moe, _save_processor, EXTRA_TOKENS, _TEMPLATE)

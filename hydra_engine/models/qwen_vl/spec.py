@@ -9,7 +9,7 @@ layout, and the settings of the picture and video processors.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
@@ -348,23 +348,23 @@ class Qwen3VlVisionSpec(GridVisionSpec):
         return GridVisionSpec.num_parameters(self) + c * (1 + self.num_positions) + norms
 
 
-def build_qwen3_vl(files: ModelFiles) -> ModelSpec:
-    text, language = _qwen3_language(files, "qwen3_vl_text")
-    vision = _qwen3_vision(files, "qwen3_vl", language.hidden_size, [8, 16, 24])
+def build_qwen3_vl(files: ModelFiles, family: str = "qwen3_vl") -> ModelSpec:
+    text, language = _qwen3_language(files, f"{family}_text")
+    vision = _qwen3_vision(files, family, language.hidden_size, [8, 16, 24])
     if len(vision.deepstack_layers) >= language.num_layers:
         raise CheckpointError(
             f"features of {len(vision.deepstack_layers)} tower layers need a decoder of more than {language.num_layers}"
         )
-    return build_grid_model(files, "qwen3_vl", text, language, vision)
+    return build_grid_model(files, family, text, language, vision)
 
 
-def build_qwen3_5(files: ModelFiles) -> ModelSpec:
-    text, language = _qwen3_language(files, "qwen3_5_text")
-    vision = _qwen3_vision(files, "qwen3_5", language.hidden_size, [])
+def build_qwen3_5(files: ModelFiles, family: str = "qwen3_5") -> ModelSpec:
+    text, language = _qwen3_language(files, f"{family}_text")
+    vision = _qwen3_vision(files, family, language.hidden_size, [])
     if vision.deepstack_layers:
         tower = files.config.section("vision_config")
         raise tower.wrong_value("deepstack_visual_indexes", "empty or absent: Qwen3.5 reads the tower's last layer")
-    return build_grid_model(files, "qwen3_5", text, language, vision, token_ids=(248056, 248057))
+    return build_grid_model(files, family, text, language, vision, token_ids=(248056, 248057))
 
 
 def _qwen3_language(files: ModelFiles, text_type: str) -> tuple[Fields, LanguageSpec]:
@@ -372,7 +372,11 @@ def _qwen3_language(files: ModelFiles, text_type: str) -> tuple[Fields, Language
     text = with_model_type(files.config.section("text_config"), text_type)
     if decoder_type(text) != text_type:
         raise text.wrong_value("model_type", text_type)
-    return nested_language(files, text_type, mrope=True)
+    text, language = nested_language(files, text_type, mrope=True)
+    if language.mixture is None:
+        return text, language
+    # transformers 5 writes the default of a mixture's text part, true, beside a false that counts.
+    return text, replace(language, tie_embeddings=files.config.flag("tie_word_embeddings", language.tie_embeddings))
 
 
 def _qwen3_vision(files: ModelFiles, family: str, feature_size: int, deepstack_layers: list[int]) -> Qwen3VlVisionSpec:

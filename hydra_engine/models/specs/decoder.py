@@ -124,6 +124,23 @@ _QWEN3_MOE = replace(
     num_layers=24,
     mixture=MixtureDefaults(128, 8, 768, renormalise=False),
 )
+_QWEN3_VL_MOE = replace(
+    _QWEN3_VL,
+    intermediate_size=5632,
+    num_kv_heads=16,
+    head_dim=None,
+    hidden_size=2048,
+    num_layers=24,
+    num_heads=16,
+    mixture=MixtureDefaults(60, 4, 1408),
+)
+_QWEN3_5_MOE = replace(
+    _QWEN3_5,
+    num_kv_heads=2,
+    hidden_size=2048,
+    num_layers=40,
+    mixture=MixtureDefaults(256, 8, 512, num_shared_inner=512, sparse=True),
+)
 # The text models of vision-language models go by a name of their own; older configs are flat, under the whole model's.
 DECODERS = {
     "llama": DecoderDefaults(11008, None, 32000, 2048, biases="option", bos_token_id=1, eos_token_id=2),
@@ -136,7 +153,9 @@ DECODERS = {
     "qwen3": _QWEN3,
     "qwen3_moe": _QWEN3_MOE,
     "qwen3_vl_text": _QWEN3_VL,
+    "qwen3_vl_moe_text": _QWEN3_VL_MOE,
     "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": _QWEN3_5_MOE,
 }
 
 
@@ -156,6 +175,8 @@ def build_language(config: Fields, *, tie_embeddings: bool, nested: bool, mrope:
     gives tokens positions on three axes, if its text type has sections for them."""
     model_type = decoder_type(config)
     defaults = DECODERS[model_type]
+    num_layers = config.integer("num_hidden_layers", defaults.num_layers if nested else None, at_most=MAX_LAYERS)
+    mixture, mixture_layers = mixture_of_experts(config, defaults.mixture, model_type, num_layers)
     hidden = config.integer("hidden_size", defaults.hidden_size if nested else None)
     num_heads = config.integer("num_attention_heads", defaults.num_heads if nested else None)
     shared = None if config.is_null("num_key_value_heads") else defaults.num_kv_heads
@@ -179,8 +200,6 @@ def build_language(config: Fields, *, tie_embeddings: bool, nested: bool, mrope:
         share=defaults.rotary_share,
         mrope=mrope,
     )
-    num_layers = config.integer("num_hidden_layers", defaults.num_layers if nested else None, at_most=MAX_LAYERS)
-    mixture, mixture_layers = mixture_of_experts(config, defaults.mixture, model_type, num_layers)
     inner = defaults.intermediate_size if nested else None
     return LanguageSpec(
         num_layers=num_layers,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,13 +80,24 @@ FAMILIES = {
     "qwen2_vl": Family("Qwen2VLForConditionalGeneration", build_qwen2_vl, "qwen_vl.model.Qwen2Vision"),
     "qwen2_5_vl": Family("Qwen2_5_VLForConditionalGeneration", build_qwen2_5_vl, "qwen_vl.model.Qwen25Vision"),
     "qwen3_vl": Family("Qwen3VLForConditionalGeneration", build_qwen3_vl, "qwen_vl.model.Qwen3VlVision"),
+    "qwen3_vl_moe": Family(
+        "Qwen3VLMoeForConditionalGeneration",
+        partial(build_qwen3_vl, family="qwen3_vl_moe"),
+        "qwen_vl.model.Qwen3VlVision",
+    ),
     "qwen3_5": Family("Qwen3_5ForConditionalGeneration", build_qwen3_5, "qwen_vl.model.Qwen3VlVision"),
+    "qwen3_5_moe": Family(
+        "Qwen3_5MoeForConditionalGeneration",
+        partial(build_qwen3_5, family="qwen3_5_moe"),
+        "qwen_vl.model.Qwen3VlVision",
+    ),
     "llama": Family("LlamaForCausalLM", build_text_only),
     "mistral": Family("MistralForCausalLM", build_text_only),
     "qwen2": Family("Qwen2ForCausalLM", build_text_only),
     "qwen3": Family("Qwen3ForCausalLM", build_text_only),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", build_text_only),
     "qwen3_5_text": Family("Qwen3_5ForCausalLM", build_text_only),
+    "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", build_text_only),
 }
 
 
@@ -104,9 +116,8 @@ def _family(config: Fields) -> Family:
         own_code = ""
         if "auto_map" in config:
             own_code = ", and with --trust-remote-code the code that comes with the model, which is never run otherwise"
-        supported = ", ".join(family.architecture for family in FAMILIES.values())
         raise CheckpointError(
-            f"architecture {name[:60]!r} has no native implementation; there is one of {supported}; "
+            f"architecture {name[:60]!r} has no native implementation; model types with one are {', '.join(FAMILIES)}; "
             f"--model-impl transformers runs what transformers can load{own_code}"
         )
     return family

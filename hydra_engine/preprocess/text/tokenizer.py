@@ -48,10 +48,13 @@ _CLASSES = {
     "qwen3": "Qwen2Tokenizer",
     "qwen3_moe": "Qwen2Tokenizer",
     "qwen3_vl": "Qwen2Tokenizer",
+    "qwen3_vl_moe": "Qwen2Tokenizer",
     "qwen3_5": "Qwen3_5Tokenizer",
     "qwen3_5_text": "Qwen3_5Tokenizer",
+    "qwen3_5_moe": "Qwen3_5Tokenizer",
+    "qwen3_5_moe_text": "Qwen3_5Tokenizer",
 }
-_WRONGLY_NAMED = {"qwen2", "qwen3_5"}
+_WRONGLY_NAMED = {"qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"}
 _PLAIN = {"llava", "llava_next", "minicpmv4_6", "mistral"}  # tokenizer.json is used whatever class the files name
 
 

@@ -61,6 +61,7 @@ class FamilyCase:
     features: Callable[[Any, Inputs], list[tuple[Tensor, ...]]]
     clips: Sequence[tuple[Size, int, float]] = ()  # videos: size, frames, frames a second
     around: tuple[str, str] = ("", "")
+    quick: bool = True  # its first variant is among the quick tests, else in that of logits alone
     reference_from: str = "5.17"  # of transformers: the first release whose module is known to run
 
 

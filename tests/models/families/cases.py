@@ -6,8 +6,20 @@ from tests.models.families.llava import LLAVA
 from tests.models.families.llava_next import LLAVA_NEXT
 from tests.models.families.minicpmv import MINICPMV
 from tests.models.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
-from tests.models.families.qwen3_vl import QWEN3_5, QWEN3_VL
+from tests.models.families.qwen3_vl import QWEN3_5, QWEN3_5_MOE, QWEN3_VL, QWEN3_VL_MOE
 
 CASES: dict[str, FamilyCase] = {
-    case.family: case for case in (LLAVA, LLAVA_NEXT, INTERNVL, MINICPMV, QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_5)
+    case.family: case
+    for case in (
+        LLAVA,
+        LLAVA_NEXT,
+        INTERNVL,
+        MINICPMV,
+        QWEN2_VL,
+        QWEN2_5_VL,
+        QWEN3_VL,
+        QWEN3_5,
+        QWEN3_VL_MOE,
+        QWEN3_5_MOE,
+    )
 }

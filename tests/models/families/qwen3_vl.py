@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -187,4 +188,29 @@ QWEN3_5 = FamilyCase(
     features=features_3_5,
     clips=QWEN3_VL.clips,
     around=QWEN3_VL.around,
+)
+# Towers and positions are those of the dense families; what differs is the decoder's layers.
+QWEN3_VL_MOE = replace(
+    QWEN3_VL,
+    family="qwen3_vl_moe",
+    variants={
+        "plain": {},
+        "dense-layers": {
+            "text": {"decoder_sparse_step": 2, "mlp_only_layers": [3], "num_key_value_heads": 4},
+            "tie_word_embeddings": True,
+        },
+    },
+    quick=False,
+)
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    family="qwen3_5_moe",
+    variants={
+        "hybrid": {"text": {"num_experts": 6}},
+        "tied": {
+            "text": {"layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2, "num_experts": 5},
+            "tie_word_embeddings": True,
+        },
+    },
+    quick=False,
 )

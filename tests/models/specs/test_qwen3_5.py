@@ -141,7 +141,11 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
         "qwen3_vl_text",
         "model_type in text_config of config.json must be",
     ),
-    "text type of experts": ("text_config.model_type", "qwen3_5_moe_text", "'qwen3_5_moe_text' is not supported"),
+    "text type of experts": (
+        "text_config.model_type",
+        "qwen3_5_moe_text",
+        "must be qwen3_5_text, not 'qwen3_5_moe_text'",
+    ),
     "experts": ("text_config.num_experts", 256, "must be absent: qwen3_5_text is a dense text model type, not '256'"),
     "width": ("vision_config.out_hidden_size", 99, "must be 2048, the decoder's hidden size"),
     "planes": ("vision_config.deepstack_visual_indexes", [5], "Qwen3.5 reads the tower's last layer, not '[5]'"),

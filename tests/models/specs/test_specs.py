@@ -287,7 +287,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "architecture": (
         "architectures",
         ["MambaForCausalLM"],
-        "'MambaForCausalLM' has no native implementation; there is one of Llava",
+        "'MambaForCausalLM' has no native implementation; model types with one are llava, ",
     ),
     "no architecture": ("architectures", [], "names no architecture"),
     "text type": ("text_config.model_type", "gemma", "'gemma' is not supported; supported are llama, mistral, qwen2"),
@@ -353,9 +353,7 @@ def test_code_that_comes_with_a_model_is_never_run(published: Directory) -> None
     (published.path / "evil.py").write_text("raise SystemExit")
     assert published.spec(remote).family == "llava"
     message = published.refusal({**remote, "architectures": ["EvilForCausalLM"]})
-    assert message.endswith("never run otherwise") and all(
-        family.architecture in message for family in FAMILIES.values()
-    )
+    assert message.endswith("never run otherwise") and all(name in message for name in FAMILIES)
 
 
 def test_files_that_cannot_be_read_are_refused(published: Directory) -> None:
