@@ -183,6 +183,81 @@ def _group_entries(
     return found
 
 
+@triton.jit
+def quantized_sums(
+    tokens: tl.tensor,
+    alive: tl.tensor,
+    source: tl.tensor,
+    scales: tl.tensor,
+    offsets: tl.tensor,
+    column: tl.tensor,
+    first: tl.tensor,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    SPAN: tl.constexpr,
+    BITS: tl.constexpr,
+    FLOATS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    PART: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVICTION: tl.constexpr,
+    ASM: tl.constexpr,
+    DTYPE: tl.constexpr,
+) -> tl.tensor:
+    """Returns the products of rows with outputs `column` over inputs first to first + SPAN: [COLUMNS, ROWS] float32.
+
+    tokens: [ROWS, 1], the beginnings of rows; alive: [ROWS, 1], False for those to skip, whose sums are 0. source:
+    [COLUMNS, 1], the beginnings of the outputs' words. Tensor cores take the left operand, here the converted weights,
+    from registers.
+    """
+    PARTS: tl.constexpr = 16 // BITS
+    BLOCK: tl.constexpr = PARTS * PART
+    WIDTH: tl.constexpr = (K + BLOCK - 1) // BLOCK * PART
+    GROUPS: tl.constexpr = K // GROUP_SIZE
+    # Consecutive parts that share a group: all, or a common divisor.
+    SHARED: tl.constexpr = (
+        PARTS if GROUP_SIZE % BLOCK == 0 else (2 if GROUP_SIZE % (2 * PART) == 0 and BITS == 4 else 1)
+    )
+    inside = column < N
+    sums = tl.zeros([COLUMNS, ROWS], tl.float32)
+    row_sums = tl.zeros([ROWS], tl.float32)
+    for start in tl.range(first, first + SPAN, DEPTH, num_stages=STAGES):
+        for block in tl.static_range(DEPTH // BLOCK):
+            k0 = start + block * BLOCK
+            word = k0 // PARTS + tl.arange(0, PART)[None, :]
+            mask = inside[:, None] & (word < WIDTH)
+            piece = tl.load(source + word, mask=mask, other=0, eviction_policy=EVICTION)
+            if GROUPS > 1:
+                scale = _group_entries(scales, column, k0, N, K, GROUP_SIZE, SHARED * PART, PARTS // SHARED)
+                if offsets is not None:
+                    offset = _group_entries(offsets, column, k0, N, K, GROUP_SIZE, SHARED * PART, PARTS // SHARED)
+            for part in tl.static_range(PARTS):
+                k = k0 + part * PART + tl.arange(0, PART)[None, :]
+                values = tl.load(tokens + k, mask=alive & (k < K), other=0.0)
+                numbers = _numbers(piece, part * BITS, BITS, FLOATS, values.dtype, ASM)
+                if offsets is not None:
+                    row_sums += tl.sum(values.to(tl.float32), axis=1)
+                if GROUPS == 1:
+                    sums = dot(numbers, tl.trans(values), sums, DTYPE)
+                else:
+                    if part % SHARED == 0:
+                        of_group = tl.zeros([COLUMNS, ROWS], tl.float32)
+                    of_group = dot(numbers, tl.trans(values), of_group, DTYPE)
+                    if part % SHARED == SHARED - 1:
+                        sums += of_group * scale[part // SHARED][:, None]
+                        if offsets is not None:
+                            sums += offset[part // SHARED][:, None] * row_sums[None, :]
+                            row_sums = tl.zeros([ROWS], tl.float32)
+    if GROUPS == 1:
+        sums *= tl.load(scales + column, mask=inside, other=0.0).to(tl.float32)[:, None]
+        if offsets is not None:
+            sums += tl.load(offsets + column, mask=inside, other=0.0)[:, None] * row_sums[None, :]
+    return sums
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _quantized_linear_kernel(
     x: tl.tensor,
@@ -213,18 +288,8 @@ def _quantized_linear_kernel(
     DTYPE: tl.constexpr,
 ) -> None:
     """Stores tiles of the result: program i of n has tiles i, i + n, .. Grid (n, K / SPAN), for any n. With several
-    spans (split-K) `out` is [splits, num_rows, N] float32, and ACT, bias and residual are None.
-
-    Products are [COLUMNS, ROWS]: tensor cores take the left operand, here the converted weights, from registers.
-    """
-    PARTS: tl.constexpr = 16 // BITS
-    BLOCK: tl.constexpr = PARTS * PART
-    WIDTH: tl.constexpr = (K + BLOCK - 1) // BLOCK * PART
-    GROUPS: tl.constexpr = K // GROUP_SIZE
-    # Consecutive parts that share a group: all, or a common divisor.
-    SHARED: tl.constexpr = (
-        PARTS if GROUP_SIZE % BLOCK == 0 else (2 if GROUP_SIZE % (2 * PART) == 0 and BITS == 4 else 1)
-    )
+    spans (split-K) `out` is [splits, num_rows, N] float32, and ACT, bias and residual are None."""
+    WIDTH: tl.constexpr = (K + 16 // BITS * PART - 1) // (16 // BITS * PART) * PART
     tiles_down = tl.cdiv(num_rows, ROWS)
     tiles_across = tl.cdiv(N, COLUMNS)
     first = tl.program_id(1) * SPAN
@@ -234,42 +299,32 @@ def _quantized_linear_kernel(
         place = tile % (GROUP * tiles_across)
         row = (group * GROUP + place % height) * ROWS + tl.arange(0, ROWS)
         column = (place // height) * COLUMNS + tl.arange(0, COLUMNS)
-        alive, inside = (row < num_rows)[:, None], column < N
+        alive = (row < num_rows)[:, None]
         tokens = x + row.to(tl.int64)[:, None] * STRIDE_X
         source = words + column.to(tl.int64)[:, None] * WIDTH
-        sums = tl.zeros([COLUMNS, ROWS], tl.float32)
-        row_sums = tl.zeros([ROWS], tl.float32)
-        for start in tl.range(first, first + SPAN, DEPTH, num_stages=STAGES):
-            for block in tl.static_range(DEPTH // BLOCK):
-                k0 = start + block * BLOCK
-                word = k0 // PARTS + tl.arange(0, PART)[None, :]
-                mask = inside[:, None] & (word < WIDTH)
-                piece = tl.load(source + word, mask=mask, other=0, eviction_policy=EVICTION)
-                if GROUPS > 1:
-                    scale = _group_entries(scales, column, k0, N, K, GROUP_SIZE, SHARED * PART, PARTS // SHARED)
-                    if offsets is not None:
-                        offset = _group_entries(offsets, column, k0, N, K, GROUP_SIZE, SHARED * PART, PARTS // SHARED)
-                for part in tl.static_range(PARTS):
-                    k = k0 + part * PART + tl.arange(0, PART)[None, :]
-                    values = tl.load(tokens + k, mask=alive & (k < K), other=0.0)
-                    numbers = _numbers(piece, part * BITS, BITS, FLOATS, values.dtype, ASM)
-                    if offsets is not None:
-                        row_sums += tl.sum(values.to(tl.float32), axis=1)
-                    if GROUPS == 1:
-                        sums = dot(numbers, tl.trans(values), sums, DTYPE)
-                    else:
-                        if part % SHARED == 0:
-                            of_group = tl.zeros([COLUMNS, ROWS], tl.float32)
-                        of_group = dot(numbers, tl.trans(values), of_group, DTYPE)
-                        if part % SHARED == SHARED - 1:
-                            sums += of_group * scale[part // SHARED][:, None]
-                            if offsets is not None:
-                                sums += offset[part // SHARED][:, None] * row_sums[None, :]
-                                row_sums = tl.zeros([ROWS], tl.float32)
-        if GROUPS == 1:
-            sums *= tl.load(scales + column, mask=inside, other=0.0).to(tl.float32)[:, None]
-            if offsets is not None:
-                sums += tl.load(offsets + column, mask=inside, other=0.0)[:, None] * row_sums[None, :]
+        sums = quantized_sums(
+            tokens,
+            alive,
+            source,
+            scales,
+            offsets,
+            column,
+            first,
+            N,
+            K,
+            SPAN,
+            BITS,
+            FLOATS,
+            GROUP_SIZE,
+            PART,
+            ROWS,
+            COLUMNS,
+            DEPTH,
+            STAGES,
+            EVICTION,
+            ASM,
+            DTYPE,
+        )
         target = out + tl.program_id(1).to(tl.int64) * num_rows * N
         finish_tile(tl.trans(sums), bias, residual, target, row, column, num_rows, N, ACT, STRIDE_RESIDUAL)
 
