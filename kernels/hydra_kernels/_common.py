@@ -252,6 +252,12 @@ _TILED_QUANTIZED = {
 _SMALL_GROUP = 64  # inputs: sums of several groups at once need registers
 _TILED_QUANTIZED_SMALL = LinearLaunch(64, 128, 128, 8, 3)
 _TILED_QUANTIZED_WIDE = LinearLaunch(32, 64, 128, 4, 2)  # float32
+# Mixtures of experts, where most experts of a decode step have a row or two: few and many rows of an expert.
+_EXPERTS = {
+    80: (LinearLaunch(16, 32, 256, 4, 4), LinearLaunch(64, 128, 64, 4, 3)),
+    90: (LinearLaunch(16, 64, 128, 4, 4), LinearLaunch(64, 128, 64, 4, 4)),
+}
+_EXPERTS_WIDE = LinearLaunch(16, 32, 128, 4, 4), _TILED_WIDE  # float32
 
 
 def _tables_of(capability: int) -> int:
@@ -331,6 +337,20 @@ def tiled_quantized_launch(num_out: int, group_size: int, dtype: torch.dtype, ca
     if group_size <= _SMALL_GROUP:
         return _TILED_QUANTIZED_SMALL
     return _first(_TILED_QUANTIZED[_tables_of(capability)], num_out)
+
+
+def experts_launch(dtype: torch.dtype, capability: int, *, many: bool) -> LinearLaunch:
+    """Launch of a product of a mixture's experts, with tiles of few rows or of many."""
+    if dtype.itemsize > 2:
+        return _EXPERTS_WIDE[many]
+    return _EXPERTS[_tables_of(capability)][many]
+
+
+def quantized_experts_launch(dtype: torch.dtype, *, many: bool) -> LinearLaunch:
+    """Launch of a product with quantised weights of a mixture's experts, as `experts_launch`."""
+    if dtype.itemsize > 2:
+        return _TILED_QUANTIZED_WIDE
+    return _TILED_QUANTIZED_SMALL if many else _FEW_ROWS_QUANTIZED[0]
 
 
 def _first(table: dict[int, Entry], size: int) -> Entry:

@@ -28,6 +28,7 @@ from hydra_engine.backend.base import (
     HeadNorms,
     MixedRows,
     PagedCache,
+    Routes,
     SamplingTensors,
     StateCache,
     StateRows,
@@ -35,6 +36,7 @@ from hydra_engine.backend.base import (
 from hydra_engine.backend.cpu.linear import DTYPE_CODES
 from hydra_engine.backend.quantized import FLOAT8, float8_rows
 from hydra_engine.backend.reference.ops import ReferenceOps, activation
+from hydra_kernels.experts import Matrices
 from hydra_kernels.float8_rows import PART
 from hydra_kernels.quantized_linear import PackedWeight
 from tests.emulated.clock import Work
@@ -170,6 +172,33 @@ def _quantized_linear(
     added = None if residual is None else residual.float()
     wide = OPS.linear(x.float(), packed, act=act, residual=added)
     return wide.to(out_dtype or x.dtype)
+
+
+def _experts(
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    gate_up: Matrices,
+    down: Matrices,
+    act: Any,
+    *,
+    invariant: bool = False,
+) -> Tensor:
+    """Multiplies with the dequantised weights in float32."""
+    packed = OPS.pack_experts(*([*map(_float_matrix, _matrices_of(part))] for part in (gate_up, down)))
+    return OPS.experts(x, Routes(chosen, weights), packed, act)
+
+
+def _matrices_of(matrices: Matrices) -> Iterable[Tensor | PackedWeight]:
+    if isinstance(matrices, Tensor):
+        return matrices.unbind()
+    offsets = [None] * len(matrices.words) if matrices.offsets is None else matrices.offsets
+    parts = zip(matrices.words, matrices.scales, offsets, strict=True)
+    return [PackedWeight(*part, *matrices[3:]) for part in parts]
+
+
+def _float_matrix(matrix: Tensor | PackedWeight) -> Tensor:
+    return matrix if isinstance(matrix, Tensor) else dequantized(matrix)
 
 
 def _round_rows(x: Tensor, width: int, group_size: int) -> tuple[Tensor, Tensor]:
@@ -373,6 +402,8 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "rope_linear": _rope_linear,
     "small_quantized_linear": _quantized_linear,
     "invariant_quantized_linear": _quantized_linear,
+    "route_tokens": OPS.route,
+    "grouped_experts": _experts,
     "round_rows": _round_rows,
     "finish": _finish,
     "pixel_rows": OPS.pixel_rows,

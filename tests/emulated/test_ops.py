@@ -7,6 +7,7 @@ import torch
 
 from hydra_engine.backend.base import PagedCache
 from hydra_engine.backend.cuda.cache import CudaCacheOps
+from hydra_engine.backend.quantized import quantized
 from hydra_engine.backend.select import create_backend
 from tests.emulated.streams import Streams
 from tests.emulated.tensors import DEVICE
@@ -56,3 +57,32 @@ def test_kernels_on_a_cache_in_host_memory_are_refused() -> None:
             ValueError, match="cache: expected one on a GPU, got one on cpu; allocate it there, or take"
         ):
             call()
+
+
+@pytest.mark.parametrize("form", ["float", "int4"])
+def test_experts_are_captured_and_follow_the_routes_of_each_replay(streams: Streams, form: str) -> None:
+    backend = create_backend("cuda", torch.bfloat16, threads=1)
+    shapes = (64, 64), (64, 32)
+    plain = [[(torch.randn(shape) / 8).bfloat16() for _ in range(5)] for shape in shapes]
+    given = [
+        [weight if form == "float" else quantized(weight, 4, 32, torch.float16) for weight in part] for part in plain
+    ]
+    packed = backend.ops.pack_experts(*([weight.to(DEVICE) for weight in part] for part in given))
+    x, logits, gate = (torch.zeros((6, n), device=DEVICE, dtype=torch.bfloat16) for n in (64, 4, 1))
+    results: list[torch.Tensor] = []
+
+    def step() -> list[torch.Tensor]:
+        routes = backend.ops.route(logits, 2, renormalise=True, shared=gate)
+        return [*routes, backend.ops.experts(x, routes, packed, "silu")]
+
+    def launch() -> None:
+        results[:] = step()
+
+    graph = backend.device.capture(launch)
+    for _ in range(2):
+        for tensor in (x, logits, gate):
+            tensor.copy_(torch.randn(tensor.shape).bfloat16())
+        graph.replay()
+        assert all(torch.equal(found.cpu(), expected.cpu()) for found, expected in zip(results, step(), strict=True))
+        assert results[-1].cpu().any()
+    assert not streams.findings

@@ -17,6 +17,7 @@ from hydra_kernels.causal_conv import TILE, causal_conv
 from hydra_kernels.decode_attention import decode_attention
 from hydra_kernels.delta_rule import delta_rule
 from hydra_kernels.epilogue import finish
+from hydra_kernels.experts import Matrices, grouped_experts, route_tokens, stack
 from hydra_kernels.float8_rows import round_rows
 from hydra_kernels.fused_linear import gated_linear, rope_linear
 from hydra_kernels.linear import invariant_linear, small_linear
@@ -145,6 +146,23 @@ def quantized(
     return (small_quantized_linear if num_rows <= 64 else invariant_quantized_linear)(x, weight)
 
 
+def mixture(num_rows: int, num_bits: int = 16) -> object:
+    """A layer of Qwen3-30B-A3B; floats, or quantised per output in 8 bits or in groups of 128 in 4."""
+    count, width, inner = 128, 2048, 768
+    x, chosen = torch.empty(num_rows, width, dtype=BF16), torch.zeros(num_rows, 8, dtype=torch.int32)
+    matrices: list[Matrices] = []
+    for num_out, num_in in ((2 * inner, width), (width, inner)):
+        if num_bits == 16:
+            matrices.append(torch.empty(count, num_out, num_in, dtype=BF16))
+            continue
+        values = torch.zeros(num_out, num_in * num_bits // 8, dtype=torch.int8 if num_bits == 8 else torch.uint8)
+        groups = 1 if num_bits == 8 else num_in // 128
+        one = stack([pack(values, torch.zeros(num_out, groups, dtype=BF16), None, num_bits)])
+        words, scales = (part.expand(count, -1, -1) for part in (one.words, one.scales))
+        matrices.append(one._replace(words=words, scales=scales))
+    return grouped_experts(x, chosen, chosen.float(), *matrices, "silu")
+
+
 def draws(vocabulary: int) -> object:
     field = torch.zeros(4)
     return sample(torch.zeros(4, vocabulary), field, field.int(), field, field, field)
@@ -235,6 +253,11 @@ CASES: dict[str, Callable[[], object]] = {
     "quantized-few-float8": lambda: quantized(8, 4096, 4096, 8, 4096, floats=True),
     "quantized-few-float8-128": lambda: quantized(16, 3584, 4096, 8, 128, floats=True),
     "quantized-tiled-float8-128": lambda: quantized(100, 8192, 4096, 8, 128, floats=True),
+    "route-128": lambda: route_tokens(rows(128), 8, renormalise=True, shared=rows(1)),
+    "experts-few": lambda: mixture(4),
+    "experts-many": lambda: mixture(512),
+    "experts-few-4": lambda: mixture(4, 4),
+    "experts-many-8": lambda: mixture(512, 8),
     "round_rows-4096": lambda: round_rows(rows(4096), 2048, 4096),
     "round_rows-18944": lambda: round_rows(rows(18944), 9472, 18944),
     "round_rows-blocks": lambda: round_rows(rows(18944), 9472, 128),
@@ -272,7 +295,7 @@ LARGE_CASES: dict[str, Callable[[], object]] = {
 
 def launches_of(name: str, capability: int, cases: Mapping[str, Callable[[], object]] = CASES) -> list[Launch]:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        for module in ("_common", "linear", "fused_linear", "quantized_linear"):
+        for module in ("_common", "linear", "fused_linear", "quantized_linear", "experts"):
             monkeypatch.setattr(f"hydra_kernels.{module}.capability_of", lambda device: capability)
         clear_launch_caches()
         return record(monkeypatch, cases[name])

@@ -29,22 +29,24 @@ KERNELS = Path(__file__).parents[2] / "kernels" / "hydra_kernels"
 WGMMA = [name for name in CASES if name.startswith(("prefill", "packed", "linear-tiled", "quantized"))]
 # Kernels whose tiles go through shared memory, and those that read into registers.
 _PIPELINED = ("decode", "prefill", "packed", "linear-few", "linear-gated-few", "linear-rope-few", "linear-tiled")
-_PIPELINED += ("quantized",)
+_PIPELINED += ("quantized", "experts")
 PIPELINED = [name for name in CASES if name.startswith(_PIPELINED)]
 DIRECT = [name for name in CASES if name not in PIPELINED]
 # One number of a row or a few of them are all that a program stores, or stores of every token; or bytes, of which a
 # thread has eight.
 _REDUCING = ("greedy", "sample", "score", "linear-vector", "linear-gated-vector", "linear-rope-vector", "delta_rule")
-_REDUCING += ("write_int8",)
+_REDUCING += ("write_int8", "route")
 REDUCING = [name for name in DIRECT if name.startswith(_REDUCING)]
-# Reads what it was given a list of, in any order; reads the beginnings of short lists; looks up what bytes say.
-GATHERING = ("_draw_kernel", "_score_kernel", "_pixel_rows_kernel")
+# Reads what it was given a list of, in any order; reads the beginnings of short lists; looks up what bytes say; has a
+# row of 128 in a warp.
+GATHERING = ("_draw_kernel", "_score_kernel", "_pixel_rows_kernel", "_route_kernel")
 
 
 # One case of each way to compute; the others are further kernels of a way, or further shapes of a kernel.
 QUICK = {"rms_norm-4096", "greedy", "linear-vector-3584", "linear-few-3584"}
 QUICK |= {"linear-tiled-4096", "quantized-few-4-128", "decode-gqa-128", "packed-80"}
 QUANTIZED_CASES = [name for name in CASES if name.startswith("quantized")]
+MIXTURES = [name for name in CASES if name.startswith("experts")]
 # Whose code for sm_80 is quick: tensor cores in another way than Hopper's.
 _ALSO_80 = {"linear-tiled-4096"}
 
@@ -153,7 +155,9 @@ def test_rows_move_sixteen_bytes_at_a_time(name: str) -> None:
         assert others <= name.startswith("round_rows") or name in REDUCING
 
 
-@pytest.mark.parametrize("name", on_the_newest([name for name in PIPELINED if name not in QUANTIZED_CASES]))
+@pytest.mark.parametrize(
+    "name", on_the_newest([name for name in PIPELINED if name not in (*QUANTIZED_CASES, *MIXTURES)])
+)
 def test_keys_and_values_are_copied_asynchronously_sixteen_bytes_at_a_time(name: str) -> None:
     result = next(iter(compiled(name, 90).values()))
     assert result.count(r"cp\.async\.c[ag]\.shared\.global[^;]*0x10") >= 4
@@ -168,6 +172,14 @@ def test_words_are_copied_sixteen_bytes_at_a_time(name: str, capability: int) ->
     num_bytes = given["COLUMNS"] * given["DEPTH"] * given["BITS"] // 8
     copies = compiled(name, capability)[launch.name].count(r"cp\.async\.cg\.shared\.global[^;]*0x10")
     assert copies >= num_bytes // (16 * 32 * launch.options["num_warps"]) * given["STAGES"]
+
+
+@pytest.mark.parametrize(("name", "capability"), targets(MIXTURES))
+def test_products_of_experts_use_tensor_cores_and_copy_sixteen_bytes_at_a_time(name: str, capability: int) -> None:
+    kernels = compiled(name, capability)
+    (result,) = (kernels[kernel] for kernel in kernels if kernel.startswith("_grouped"))
+    assert result.count(r"wgmma\.mma_async") + result.count(r"mma\.sync") > 0
+    assert result.count(r"cp\.async\.c[ag]\.shared\.global[^;]*0x10") >= 4
 
 
 @pytest.mark.parametrize(("name", "capability"), targets([name for name in CASES if name.startswith("linear")]))

@@ -29,6 +29,7 @@ from hydra_engine.backend.base import (
     StateRows,
 )
 from hydra_engine.backend.cuda import delta_rule as cuda_states
+from hydra_engine.backend.cuda import experts as cuda_experts
 from hydra_engine.backend.cuda import linear as cuda_linear
 from hydra_engine.backend.cuda.attention import MAX_HEAD_DIM, CudaAttention
 from hydra_engine.backend.cuda.attention_choice import (
@@ -67,8 +68,8 @@ _CHOICES = {
         f"Triton up to {cuda_linear.SMALL_ROWS} rows and for quantised weights; cuBLAS above, where an activation, or "
         "a residual beside a bias, acts on the rounded product; more rows meet 8-bit floats on tensor cores, rounded",
     ),
-    "route": ("torch", "a sort of each row's logits"),
-    "experts": ("linear", "an expert at a time; routes are read on the host, so these steps are not captured"),
+    "route": ("triton", "one launch"),
+    "experts": ("triton", "tiles of the rows that chose an expert; which there are is read on the device"),
     **dict.fromkeys(
         ("rms_norm", "add_rms_norm", "layer_norm", "act_and_mul", "rotate", "gated_rms_norm", "sigmoid_mul"), _TRITON
     ),
@@ -106,6 +107,8 @@ class CudaOps(CudaCacheOps, ComposedOps):
     rotate = staticmethod(rotate)
     gated_rms_norm = staticmethod(gated_rms_norm)
     sigmoid_mul = staticmethod(sigmoid_mul)
+    pack_experts = staticmethod(cuda_experts.CudaExperts)
+    route = staticmethod(cuda_experts.route)
     plan_decode_states = staticmethod(cuda_states.plan_decode)
     causal_conv = staticmethod(cuda_states.causal_conv)
     delta_rule = staticmethod(cuda_states.delta_rule)
@@ -157,6 +160,7 @@ class CudaOps(CudaCacheOps, ComposedOps):
         self._attention_choices = chosen.choices()
         self._send = send
         self.linear = partial(cuda_linear.linear, deterministic=deterministic)
+        self.experts = partial(cuda_experts.experts, deterministic=deterministic)
         # Process-wide: 16-bit products are summed in float32, also in cuBLAS's split-K kernels.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

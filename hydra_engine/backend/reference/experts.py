@@ -1,6 +1,6 @@
 """Mixtures of experts in plain torch: the choice of experts, and their outputs as a composition of `linear` ops.
 
-The oracle of every kernel, and what runs where there is none. A token's result depends on that token alone.
+The oracle of every kernel, and what runs without the extension. A token's result depends on that token alone.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _sum(sizes: Tensor) -> Tensor:
 
 
 def experts(ops: Ops, x: Tensor, routes: Routes, experts: LinearExperts, act: Activation) -> Tensor:
-    """`Ops.experts` by the products of `ops`. Waits for the device."""
+    """`Ops.experts` by the products of `ops`, an expert at a time."""
     rows, chosen, _ = checks.check_experts(x, routes, experts, x.dtype)
     numbers = routes.experts.flatten().long()
     for number in (numbers.min().item(), numbers.max().item()) if len(numbers) else ():

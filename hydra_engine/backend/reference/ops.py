@@ -82,26 +82,6 @@ class ComposedOps:
     ) -> Tensor:
         return self.act_and_mul(concat_linear(self.linear, apply_deferred_norm(self, x), weights), act)
 
-    def pack_experts(
-        self: Ops,
-        gate_up: Sequence[Tensor | QuantizedWeight],
-        down: Sequence[Tensor | QuantizedWeight],
-        rows: torch.dtype | None = None,
-    ) -> PackedExperts:
-        checks.check_expert_weights(gate_up, down)
-        return composed.LinearExperts(
-            [self.pack_linear(weight, rows=rows) for weight in gate_up],
-            [self.pack_linear(weight, rows=rows) for weight in down],
-        )
-
-    def route(self: Ops, logits: Tensor, k: int, *, renormalise: bool, shared: Tensor | None = None) -> Routes:
-        return composed.route(logits, k, renormalise=renormalise, shared=shared)
-
-    def experts(self: Ops, x: Tensor, routes: Routes, experts: PackedExperts, act: Activation) -> Tensor:
-        """Implements `Ops.experts`, an expert at a time. Reads the routes on the host, so it cannot be captured."""
-        assert isinstance(experts, composed.LinearExperts)
-        return composed.experts(self, x, routes, experts, act)
-
     def linear_rope_and_write(
         self: Ops,
         x: Tensor | DeferredNorm,
@@ -282,6 +262,25 @@ class ReferenceOps(ComposedOps):
             result = activation(product, act)[: end - begin]
             out[begin:end] = result if residual is None else result + residual[begin:end]
         return out
+
+    # ---- mixtures of experts
+
+    def pack_experts(
+        self,
+        gate_up: Sequence[Tensor | QuantizedWeight],
+        down: Sequence[Tensor | QuantizedWeight],
+        rows: torch.dtype | None = None,
+    ) -> PackedExperts:
+        checks.check_expert_weights(gate_up, down)
+        packed = ([self.pack_linear(weight, rows=rows) for weight in weights] for weights in (gate_up, down))
+        return composed.LinearExperts(*packed)
+
+    def route(self, logits: Tensor, k: int, *, renormalise: bool, shared: Tensor | None = None) -> Routes:
+        return composed.route(logits, k, renormalise=renormalise, shared=shared)
+
+    def experts(self, x: Tensor, routes: Routes, experts: PackedExperts, act: Activation) -> Tensor:
+        assert isinstance(experts, composed.LinearExperts)
+        return composed.experts(self, x, routes, experts, act)
 
     # ---- element-wise and norms
 

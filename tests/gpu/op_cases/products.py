@@ -12,6 +12,7 @@ from hydra_engine.backend.base import (
     Activation,
     DeferredNorm,
     PagedCache,
+    Routes,
     apply_deferred_norm,
 )
 from hydra_engine.backend.cuda.linear import SMALL_ROWS, WIDTH_STEP, CudaLinear, QuantizedCudaLinear, implementation
@@ -311,3 +312,36 @@ def test_products_rotation_and_write(side: Side, rows: int) -> None:
         torch.testing.assert_close(there.data.cpu(), host.data, rtol=1e-4, atol=1e-4, equal_nan=True)
     with pytest.raises(ValueError, match="layer: expected 0 to 1, got 2"):
         side.ops.linear_rope_and_write(side.there(x), (packed,), (cos, sin), there, 2, slots)
+
+
+# ---- mixtures of experts
+
+
+@pytest.mark.quick("float-1-torch.bfloat16")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 30])
+@pytest.mark.parametrize("form", ["float", "8", "4"])
+def test_experts(side: Side, form: str, rows: int, dtype: torch.dtype) -> None:
+    """Six experts, the first of which nobody chooses, and a shared one. Thirty rows fill tiles of many rows."""
+    shapes = (96, 64), (64, 48)
+    plain = [[random(*shape, dtype=dtype, seed=e) * shape[1] ** -0.5 for e in range(7)] for shape in shapes]
+    given: list[list[Tensor | QuantizedWeight]] = [[*part] for part in plain]
+    if form != "float":
+        rounded = [[quantized(w, int(form), w.shape[1], torch.float16) for w in part] for part in plain]
+        plain, given = [[w.dequantized(dtype) for w in part] for part in rounded], [[*part] for part in rounded]
+    logits, gate = random(rows, 6, dtype=dtype, seed=8), random(rows, 1, dtype=dtype, seed=9)
+    logits[:, 0] = float("-inf")
+    x = strided(random(rows, 64, dtype=dtype, seed=3))
+    expected = REFERENCE.route(logits, 3, renormalise=True, shared=gate)
+    wide = REFERENCE.pack_experts([w.float() for w in plain[0]], [w.float() for w in plain[1]])
+    result = REFERENCE.experts(x.float(), expected, wide, "silu")
+    for ops in (side.ops, side.exact):
+        packed = ops.pack_experts(*([w.to(side.device) for w in part] for part in given))
+        routes = ops.route(side.there(logits), 3, renormalise=True, shared=side.there(gate))
+        assert torch.equal(routes.experts.cpu(), expected.experts)
+        torch.testing.assert_close(routes.weights.cpu(), expected.weights, rtol=1e-5, atol=1e-7)
+        found = ops.experts(side.there(x), routes, packed, "silu")
+        close_to_product(found, result, dtype)
+        if rows > 2 and ops is side.exact:
+            some = Routes(routes.experts[1:2].contiguous(), routes.weights[1:2].contiguous())
+            assert torch.equal(ops.experts(side.there(x)[1:2], some, packed, "silu"), found[1:2])
