@@ -10,7 +10,7 @@ Knows ids only: the worker owns the tensors, and the scheduler decides what to d
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Generic, TypeVar
@@ -43,6 +43,7 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: block 0 is allocated first
         self._evictable: dict[int, None] = {}  # oldest first
         self._block_of: dict[BlockHash, int] = {}
+        self.on_forget: Callable[[BlockHash], None] | None = None  # called with each hash that is not found any more
 
     @property
     def num_free(self) -> int:
@@ -138,6 +139,8 @@ class BlockPool:
         assert key is not None, f"evictable block {block} has no content"
         del self._block_of[key]
         self._keys[block] = None
+        if self.on_forget is not None:
+            self.on_forget(key)
 
 
 @dataclass(slots=True, eq=False)

@@ -11,6 +11,7 @@ from functools import partial
 
 from hydra_engine.cache.blocks import BlockPool, CacheManager, Holder, SlotPool
 from hydra_engine.cache.features import FeatureCache
+from hydra_engine.cache.snapshots import StateSnapshots
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.reports import LedgerReport
 from hydra_engine.core.state import ImageProgress
@@ -20,15 +21,22 @@ MAX_LINES = 200
 
 class Ledger:
     """Reports who holds blocks and slots in the caches of an instance, and finds leaks. `has_states`: a sequence slot
-    also holds a recurrent state, and is reported as one."""
+    also holds a recurrent state, and is reported as one, as each of the `snapshots` is that a request holds."""
 
     def __init__(
-        self, kv: CacheManager[RequestId], features: FeatureCache, seq_slots: SlotPool, *, has_states: bool = False
+        self,
+        kv: CacheManager[RequestId],
+        features: FeatureCache,
+        seq_slots: SlotPool,
+        *,
+        has_states: bool = False,
+        snapshots: StateSnapshots | None = None,
     ) -> None:
         self._kv = kv
         self._features = features
         self._seq_slots = seq_slots
         self._has_states = has_states
+        self._snapshots = snapshots
 
     def problems(self, live: Collection[RequestId]) -> tuple[str, ...]:
         """Describes blocks and slots of requests that are not `live`, and broken bookkeeping; empty if there are
@@ -45,6 +53,10 @@ class Ledger:
             "image cache": partial(check_features, self._features),
             "sequence slots": partial(check_slots, self._seq_slots),
         }
+        if self._snapshots is not None:
+            held = self._snapshots.holdings
+            problems += [f"request {r} is gone and holds snapshots of its state" for r in held if r not in live]
+            checks["state snapshots"] = partial(check_snapshots, self._snapshots)
         for name, check in checks.items():
             try:
                 check()
@@ -61,6 +73,7 @@ class Ledger:
             lines += [f"request {r} image {i}: {num_blocks} blocks" for r, i in users]
             if not users:
                 lines.append(f"an encode that no request waits for any more: {num_blocks} blocks")
+        snapshots = BlockPool(0) if self._snapshots is None else self._snapshots.pool
         if len(lines) > MAX_LINES:
             lines[MAX_LINES - 1 :] = [f"and {len(lines) - MAX_LINES + 1} more"]
         return LedgerReport(
@@ -71,8 +84,8 @@ class Ledger:
             image_blocks_total=self._features.pool.num_blocks,
             holders=tuple(lines),
             problems=self.problems(live),
-            state_slots_held=len(self._seq_slots.slot_of) if self._has_states else 0,
-            state_slots_total=self._seq_slots.num_seq_slots if self._has_states else 0,
+            state_slots_held=len(self._seq_slots.slot_of) + snapshots.num_held if self._has_states else 0,
+            state_slots_total=self._seq_slots.num_seq_slots + snapshots.num_blocks if self._has_states else 0,
         )
 
 
@@ -110,6 +123,20 @@ def check_slots(seq_slots: SlotPool) -> None:
     """Raises AssertionError unless every slot is either free or held by one request."""
     slots = sorted([*seq_slots.slot_of.values(), *seq_slots._free])
     assert slots == list(range(seq_slots.num_seq_slots)), "a slot is lost or held twice"
+
+
+def check_snapshots(snapshots: StateSnapshots) -> None:
+    """Raises AssertionError unless the pool passes `check_pool`, requests hold exactly what it says, and the positions
+    of each request's snapshots are ascending ends of blocks."""
+    check_pool(snapshots.pool)
+    listed: Counter[int] = Counter()
+    for held in snapshots.holdings.values():
+        positions = [one.position for one in held]
+        assert positions == sorted(set(positions)), "two snapshots of a request at one position"
+        assert not any(position % snapshots._block_size for position in positions), "a snapshot within a block"
+        listed.update(one.snapshot for one in held)
+    counts = {snapshot: snapshots.pool.refcount(snapshot) for snapshot in range(snapshots.pool.num_blocks)}
+    assert dict(listed) == {snapshot: count for snapshot, count in counts.items() if count}, "holders and counts differ"
 
 
 def check_features(features: FeatureCache) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from hydra_engine.cache.blocks import CacheManager
 from hydra_engine.cache.hashes import extend_chain, feature_key
+from hydra_engine.cache.snapshots import StateSnapshots
 from hydra_engine.core.ids import BlockHash, FeatureKey, RequestId
 from hydra_engine.core.request import Request
 from hydra_engine.core.state import RequestState
@@ -21,12 +22,21 @@ class PrefixCache:
     two steps.
 
     `enabled` False: nothing is found or published. `shares_features`: images with the same picture have the same key.
+    `snapshots`: of recurrent states, if the model has them; then a prefix is of use only if one belongs to its end.
     """
 
-    def __init__(self, kv: CacheManager[RequestId], *, enabled: bool, shares_features: bool) -> None:
+    def __init__(
+        self,
+        kv: CacheManager[RequestId],
+        *,
+        enabled: bool,
+        shares_features: bool,
+        snapshots: StateSnapshots | None = None,
+    ) -> None:
         self._kv = kv
         self._block_size = kv.block_size
         self._enabled = enabled
+        self._snapshots = snapshots
         self._shares_features = shares_features
         # (request, its full blocks) in the order in which their KV was known to be finite
         self._unpublished: list[tuple[RequestState, int]] = []
@@ -46,6 +56,8 @@ class PrefixCache:
         for image in reversed(state.request.images):  # cutting one off may land in one before it
             if image.bidirectional and image.start < len(found) * self._block_size < image.end:
                 del found[image.start // self._block_size :]
+        if self._snapshots is not None:
+            del found[self._snapshots.num_blocks(state.block_hashes[: len(found)]) :]
         return found
 
     def publish_later(self, filled: Sequence[tuple[RequestState, int]]) -> None:
@@ -66,6 +78,8 @@ class PrefixCache:
                 hashes = self._hashes(state, full)
                 self._kv.set_hashes(state.request.id, state.num_published, hashes[state.num_published : full])
                 state.num_published = full
+                if self._snapshots is not None:
+                    self._snapshots.publish(state.request.id, hashes[:full])
         self._unpublished.clear()
 
     def feature_keys(self, request: Request) -> tuple[FeatureKey, ...]:

@@ -117,7 +117,7 @@ class ChunkRow:
 
     `sample`: also sample the token after the last position; set in the last chunk of a prefill. `num_generated`: number
     of generated tokens before that one. `scored`: also return the log probability of each prompt token that follows one
-    of these positions.
+    of these positions. `state_slots`: slots of recurrent states that the chunk reads and writes; -1: of its own two.
     """
 
     request_id: RequestId
@@ -130,6 +130,7 @@ class ChunkRow:
     num_generated: int
     images: tuple[ImageSlice, ...] = ()
     scored: bool = False
+    state_slots: tuple[int, int] = (-1, -1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,6 +147,7 @@ class LanguagePlan:
     chunks: tuple[ChunkRow, ...]
     vision_s: float = math.inf
     partition: int = 0  # number of the partition; 0: both lanes on the whole device
+    state_slots: Int64s | None = None  # [B] of recurrent states that decodes write, -1: of their own two; None: all -1
 
     @property
     def num_rows(self) -> int:

@@ -224,7 +224,7 @@ class LedgerReport(msgspec.Struct, frozen=True, tag=True):
     image_blocks_total: int
     holders: tuple[str, ...] = ()  # lines for a reader, at most a fixed number of them
     problems: tuple[str, ...] = ()  # contradictions that the checks of the caches found
-    state_slots_held: int = 0  # sequence slots of requests; with their total 0 if the model has no recurrent states
+    state_slots_held: int = 0  # sequence slots and state snapshots of requests; with their total 0 without such states
     state_slots_total: int = 0
     query_id: int = 0
     pixel_bytes: int = 0  # pixels that came with requests

@@ -58,7 +58,7 @@ def run_instance(
                 resolved.scheduler,
                 instance=name,
                 reuse=resolved.cache.prefix_caching,
-                has_states=plan.num_state_slots > 0,
+                num_snapshots=plan.num_snapshots if plan.num_state_slots else None,
                 budgets=hooks.budgets,
                 observer=hooks.observer,
                 connector=hooks.connector,

@@ -13,12 +13,14 @@ from hydra_engine.cache.blocks import CacheManager, SlotPool
 from hydra_engine.cache.features import FeatureCache
 from hydra_engine.cache.ledger import Ledger
 from hydra_engine.cache.prefix import PrefixCache
+from hydra_engine.cache.snapshots import StateSnapshots
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.ids import FeatureKey, RequestId
 from hydra_engine.core.instances import EPD, Role
 from hydra_engine.core.request import Request
 from hydra_engine.core.state import Ending, ImageProgress, RequestPhase, RequestState
 from hydra_engine.scheduler import policy
+from hydra_engine.scheduler.checkpoints import Checkpoints
 from hydra_engine.scheduler.decodes import DecodeTable
 from hydra_engine.scheduler.hooks import Connector, StepObserver
 from hydra_engine.scheduler.images import ImageTracker
@@ -55,18 +57,23 @@ class RequestTable:
         config: SchedulerConfig,
         *,
         reuse: bool,
-        has_states: bool = False,
+        num_snapshots: int | None = None,
         observer: StepObserver | None = None,
         connector: Connector | None = None,
     ) -> None:
-        """`instance`: its name, for timelines. `reuse`: prefix and image caching. `has_states`: the model keeps
-        recurrent states. KV is of no use without the state at its end, so then only features are reused."""
+        """`instance`: its name, for timelines. `reuse`: prefix and image caching. `num_snapshots`: of recurrent
+        states, None if the model keeps none. KV is of no use without the state at its end, so with 0 only features are
+        reused."""
         self.kv = kv
         self.seq_slots = SlotPool(config.max_running_requests)
         self.decodes = DecodeTable(config.max_running_requests, kv.block_size)
         self.features = FeatureCache(images, keeps=reuse)
-        self.prefixes = PrefixCache(kv, enabled=reuse and not has_states, shares_features=reuse)
-        self.ledger = Ledger(kv, self.features, self.seq_slots, has_states=has_states)
+        has_states, has_snapshots = num_snapshots is not None, reuse and bool(num_snapshots)
+        snapshots = StateSnapshots(kv, num_snapshots or 0, 2 * config.max_running_requests) if has_snapshots else None
+        self.checkpoints = None if snapshots is None else Checkpoints(kv, snapshots)
+        enabled = reuse and has_states == has_snapshots
+        self.prefixes = PrefixCache(kv, enabled=enabled, shares_features=reuse, snapshots=snapshots)
+        self.ledger = Ledger(kv, self.features, self.seq_slots, has_states=has_states, snapshots=snapshots)
         self.connector = connector if connector is not None else Connector()
         self.observer = observer if observer is not None else StepObserver()
         self.states: dict[RequestId, RequestState] = {}
@@ -219,6 +226,8 @@ class RequestTable:
         assert not self.in_use(state) and state.ending is not None, "a request is forgotten while it is in use"
         request_id = state.request.id
         self.prefixes.publish()
+        if self.checkpoints is not None:
+            self.checkpoints.free(state)
         self.kv.free(request_id)
         self.seq_slots.free(request_id)
         self.images.drop(state)
@@ -246,6 +255,8 @@ class RequestTable:
             hashes, capacity = state.block_hashes[:num_found], state.request.max_total_tokens
             self.kv.adopt(state.request.id, hashes, capacity=capacity)
             self.timelines[state.request.id].add_cache_hit(now, state.num_computed)
+        if self.checkpoints is not None:
+            self.checkpoints.start(state, num_found)
         if not state.num_preemptions:
             state.cached_tokens = state.num_computed
         state.bypasses_at_wait, state.slot_known = None, False
@@ -296,6 +307,8 @@ class RequestTable:
         self.prefixes.publish()
         if state.connector_state is not None:
             self.connector.on_blocks_freed(state)
+        if self.checkpoints is not None:
+            self.checkpoints.free(state)
         self.kv.free(request_id)
         self.seq_slots.free(request_id)
         state.num_prefilled = state.num_published = 0

@@ -56,7 +56,7 @@ class StageScheduler:
         *,
         instance: str,
         reuse: bool = True,
-        has_states: bool = False,
+        num_snapshots: int | None = None,
         budgets: Budgets | None = None,
         observer: StepObserver | None = None,
         connector: Connector | None = None,
@@ -67,9 +67,9 @@ class StageScheduler:
         have no cause but their step. `connector` None: all is computed here. `vision_plans`: maximum of vision plans in
         flight.
 
-        `has_states`: the model keeps recurrent states, one per sequence slot. Raises ConfigError if the role then has
-        one of prefill and decode without the other."""
-        if has_states and (Role.P in role) != (Role.D in role):
+        `num_snapshots`: slots of recurrent states behind the two of each sequence slot; None: the model keeps none.
+        Raises ConfigError if it does and the role has one of prefill and decode without the other."""
+        if num_snapshots is not None and (Role.P in role) != (Role.D in role):
             raise ConfigError(
                 f"a model with recurrent states cannot be served by an instance of role {role.letters}: states stay "
                 "where they are, so use roles that prefill and decode, for example E+PD",
@@ -79,7 +79,14 @@ class StageScheduler:
         self._limits = Limits(role, kv.pool.num_blocks, kv.block_size, images.pool.num_blocks, images.block_size)
         self._max_queue = config.max_queue
         self._requests = RequestTable(
-            kv, images, instance, config, reuse=reuse, has_states=has_states, observer=observer, connector=connector
+            kv,
+            images,
+            instance,
+            config,
+            reuse=reuse,
+            num_snapshots=num_snapshots,
+            observer=observer,
+            connector=connector,
         )
         self._budgets = budgets if budgets is not None else Budgets(config)
         self._vision = VisionPlanner(self._requests, self._budgets, config)
@@ -147,6 +154,8 @@ class StageScheduler:
         on a prefix hit and has not started finds the blocks missing at its next lookup, as after an eviction."""
         if kv:
             self._requests.kv.pool.forget_evictable()
+            if self._requests.checkpoints is not None:
+                self._requests.checkpoints.snapshots.pool.forget_evictable()
         if images:
             self._requests.features.pool.forget_evictable()
 

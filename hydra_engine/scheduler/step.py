@@ -59,6 +59,8 @@ class StepBuilder:
         if state.connector_state is not None:
             end = min(end, self.requests.connector.chunk_end(state))
         end = min(end, start + self.tokens_left)
+        if self.requests.checkpoints is not None:
+            end = self.requests.checkpoints.chunk_end(state, start, end)
         return (policy.chunk_end(start, end, state.request.images) if state.images else end) - start
 
     def __contains__(self, state: RequestState) -> bool:
@@ -271,7 +273,9 @@ class LanguagePlanner:
             return None
         decodes = self._requests.decodes.take_rows(ready, ahead=step.ahead)
         rows = tuple([self._chunk_row(state, chunk) for state, chunk in step.chunks])
-        plan = LanguagePlan(step_id, decodes, rows, budget.vision_s, budget.partition)
+        checkpoints = self._requests.checkpoints
+        state_slots = None if checkpoints is None else checkpoints.decode_slots(decodes)
+        plan = LanguagePlan(step_id, decodes, rows, budget.vision_s, budget.partition, state_slots)
         return PlannedStep(plan, plan.load, budget)
 
     # ---- decodes
@@ -353,7 +357,7 @@ class LanguagePlanner:
         """The row of a chunk; marks its tokens as scheduled and, if it is the last chunk and the request decodes here,
         adds the request to the table of decodes."""
         start, end = state.num_planned, state.num_planned + chunk
-        request_id = state.request.id
+        request_id, checkpoints = state.request.id, self._requests.checkpoints
         seq_slot, table = self._requests.seq_slots.slot_of[request_id], self._kv.tables[request_id]
         sample = end == state.num_tokens
         state.num_scheduled += chunk
@@ -372,6 +376,7 @@ class LanguagePlanner:
             num_generated=len(state.generated),
             images=self._image_slices(state, start, end) if state.images else (),
             scored=state.scores_prompt and start < state.request.num_prompt - 1,
+            state_slots=(-1, -1) if checkpoints is None else checkpoints.chunk_slots(state, start, end),
         )
 
     def _image_slices(self, state: RequestState, start: int, end: int) -> tuple[ImageSlice, ...]:

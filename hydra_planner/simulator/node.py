@@ -234,7 +234,7 @@ def _scheduler(name: str, role: Role, kind: DeviceKind, sizes: Sizes, connector:
         config.scheduler,
         instance=name,
         reuse=config.cache.prefix_caching,
-        has_states=plan.num_state_slots > 0,
+        num_snapshots=plan.num_snapshots if plan.num_state_slots else None,
         budgets=budgets,
         observer=StepHistory(surface),
         connector=connector,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hydra_engine.cache.blocks import CacheManager, SlotPool
 from hydra_engine.cache.features import FeatureCache
 from hydra_engine.cache.ledger import MAX_LINES, Ledger
+from hydra_engine.cache.snapshots import StateSnapshots
 from hydra_engine.core.ids import FeatureKey, RequestId
 
 
@@ -60,6 +61,19 @@ def test_whoever_holds_blocks_has_a_slot_and_states_are_counted_by_slots() -> No
     snapshot = books.report([RequestId(1)])
     assert snapshot.problems == ("sequence slots and KV blocks are not held by the same requests",)
     assert (snapshot.state_slots_held, snapshot.state_slots_total) == (1, 300)
+
+
+def test_snapshots_of_the_dead_and_those_that_nobody_holds_are_found() -> None:
+    _, kv, features, seq_slots = ledger()
+    snapshots = StateSnapshots(kv, 3, first_slot=600)
+    books = Ledger(kv, features, seq_slots, has_states=True, snapshots=snapshots)
+    snapshots.start(RequestId(1), [])
+    assert snapshots.reserve(RequestId(1), 0, 4, in_prompt=True) == 600
+    report = books.report([])
+    assert (report.state_slots_held, report.state_slots_total) == (1, 303)
+    assert report.problems == ("request 1 is gone and holds snapshots of its state",)
+    snapshots.pool.allocate(1)
+    assert books.problems([RequestId(1)]) == ("state snapshots: holders and counts differ",)
 
 
 def test_a_long_list_of_holders_is_cut_with_a_count() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hydra_engine import Engine, SamplingParams
+from hydra_engine.backend.cpu.device import CpuDevice
 from hydra_engine.errors import RequestFailed
 from tests import faults
 from tests.calls import asked
@@ -126,7 +127,7 @@ def test_a_cancelled_request_gives_its_slot_back(make_engine: EngineFactory, hyb
         rest = [handles[index].result(120).token_ids for index in (1, 3)]
         assert rest[0] == rest[1] and len(rest[0]) == 40
         assert_at_rest(engine)
-    assert engine.ledger().state_slots_total == 2
+    assert engine.ledger().state_slots_total == 2 + 2 * 2, "and two snapshots each"
 
 
 @pytest.mark.slow
@@ -150,8 +151,90 @@ def test_a_step_that_raised_is_run_again(
     assert_at_rest(engine)
 
 
-def test_keys_and_values_are_not_reused_but_pictures_are(make_engine: EngineFactory, hybrid_model: Path) -> None:
-    engine = make_engine(model=hybrid_model)
-    first, second = (engine.generate("Look: twice.", [picture(1)], sampling=sampling(0)) for _ in range(2))
-    assert first.token_ids == second.token_ids
-    assert (second.usage.cached_tokens, second.usage.cached_images) == (0, 1)
+LOOK = "Look: twice, and say what you see there."
+
+
+def message(text: str, *shown: Any) -> dict[str, Any]:
+    parts = [{"type": "image", "image": one} for one in shown]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+
+
+def test_the_same_prompt_again_continues_behind_its_state(make_engine: EngineFactory, hybrid_model: Path) -> None:
+    engine, plain = make_engine(model=hybrid_model), make_engine(model=hybrid_model, prefix_caching=False)
+    first, second = (engine.generate(LOOK, [picture(1)], sampling=sampling(0)) for _ in range(2))
+    expected = plain.generate(LOOK, [picture(1)], sampling=sampling(0))
+    assert first.token_ids == second.token_ids == expected.token_ids
+    assert second.usage.cached_tokens == (first.usage.prompt_tokens - 1) // 4 * 4 > 0
+    assert (first.usage.cached_tokens, second.usage.cached_images, expected.usage.cached_tokens) == (0, 1, 0)
+    engine.reset_caches()
+    third = engine.generate(LOOK, [picture(1)], sampling=sampling(0))
+    assert third.token_ids == first.token_ids and third.usage.cached_tokens == 0
+    assert any("snapshots of recurrent states" in note for note in engine.summary.notes)
+
+
+@pytest.mark.slow
+def test_the_tenth_turn_computes_its_own_tokens_and_encodes_one_picture(
+    make_engine: EngineFactory, hybrid_model: Path
+) -> None:
+    """Ten turns of one screenshot each, whose prompts repeat the tokens of the turns before."""
+    engine = make_engine(model=hybrid_model, max_images=10, block_size=2, num_kv_blocks=1024)
+    turn = [message("Turn 0", picture(0))]
+    answers: list[tuple[int, ...]] = []
+    before = 0
+    for number in range(1, 11):
+        result = engine.chat(turn, sampling=sampling(0))
+        answers.append(result.token_ids)
+        usage = result.usage
+        computed = sum(span.tokens for span in result.timeline if span.stage == "prefill")
+        assert computed == usage.prompt_tokens - usage.cached_tokens
+        assert usage.num_images - usage.cached_images == 1, "one picture is encoded"
+        if number > 1:
+            own = usage.prompt_tokens - before
+            assert own <= computed <= own + 2, "its own tokens, aligned down to a block"
+        before = usage.prompt_tokens
+        turn = [
+            *turn,
+            {"role": "assistant", "content": "Ok."},
+            message(f"Turn {number}", picture(number)),
+        ]
+    plain = make_engine(model=hybrid_model, max_images=10, prefix_caching=False, num_kv_blocks=1024)
+    assert plain.chat(turn[:19], sampling=sampling(0)).token_ids == answers[9]
+
+
+@pytest.mark.quick("num_kv_blocks")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_kv_blocks": 90, "max_model_len": 300},
+        {"token_budget": 7},
+        {"max_num_seqs": 2},
+        {"backend": "reference"},
+        {"processes": True},
+        {"backend": "reference", "cuda_graph_sizes": (1, 2, 5), "token_budget": 24},
+    ],
+    ids=str,
+)
+def test_conversations_under_pressure_are_the_same_with_and_without_reuse(
+    make_engine: EngineFactory, hybrid_model: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CpuDevice, "asynchronous", "cuda_graph_sizes" in options)  # steps are planned ahead
+
+    def run(engine: Engine) -> tuple[list[tuple[int, ...]], int]:
+        chats: list[list[dict[str, Any]]] = [[] for _ in range(5)]
+        found, cached = [], 0
+        for turn in range(3):
+            for index, chat in enumerate(chats):
+                chat.append(message(f"Turn {turn} of {index % 2}", *([picture(index % 2)] if turn == 0 else [])))
+            handles = [engine.submit(list(chat), sampling=sampling(i, 12)) for i, chat in enumerate(chats)]
+            results = [handle.result(120) for handle in handles]
+            for chat, result in zip(chats, results, strict=True):
+                chat.append({"role": "assistant", "content": result.text})
+                cached += result.usage.cached_tokens
+            found += [result.token_ids for result in results]
+        return found, cached
+
+    engine = make_engine(model=hybrid_model, **options)
+    plain = make_engine(model=hybrid_model, prefix_caching=False, **options)
+    (found, cached), (expected, none) = run(engine), run(plain)
+    assert found == expected and cached > none == 0

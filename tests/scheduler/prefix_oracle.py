@@ -62,7 +62,7 @@ class PrefixOracle:
             for block in table.blocks()[known:]:
                 self._content.pop(block, None)  # it will be written
             self._seen[request_id] = table, table.num_blocks
-        for request_id in started:
+        for request_id in started if self._requests.checkpoints is None else ():  # else it may have no state
             self._check_longest(self._requests.states[request_id])
 
     def reset(self) -> None:

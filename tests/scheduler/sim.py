@@ -183,10 +183,40 @@ def expected_tokens(request: Request) -> list[int]:
     return found
 
 
+class FakeStates:
+    """Recurrent states that are what they have seen, in the slots that the worker's table chooses."""
+
+    def __init__(self, max_num_seqs: int, num_snapshots: int) -> None:
+        import torch  # not for tests without states
+
+        from hydra_engine.backend.base import StateCache
+        from hydra_engine.worker.language.slot_table import StateTable, part_of
+
+        count = 2 * max_num_seqs + num_snapshots
+        self._table = StateTable(StateCache(torch.zeros(count, 1, 1, 1), torch.zeros(count, 1, 1, 1, 1)), max_num_seqs)
+        self._part_of = part_of
+        self._seen: dict[int, list[int]] = {}
+
+    def begin(self, plan: LanguagePlan) -> None:
+        self._table.begin(plan)
+
+    def advance(self, plan: LanguagePlan, contexts: Sequence[list[int]], computed: Sequence[int]) -> None:
+        """Requires that the rows in `computed` read the states of what is before them. `contexts`: of each of these
+        rows, with its tokens."""
+        plan, _ = self._part_of(plan, [None] * len(plan.chunks), np.array(computed, dtype=np.int64))
+        _, starts, reads, writes = self._table.rows(plan).lists()
+        assert len(set(writes)) == len(writes) and not set(writes) & set(reads), "a state is overwritten"
+        for start, slot, context in zip(starts, reads, contexts, strict=True):
+            assert not start or self._seen[slot] == context[:start], "a row reads the state of another prefix"
+        self._seen |= dict(zip(writes, contexts, strict=True))
+        self._table.advance(plan)
+
+
 class FakeLanes:
     """Lanes that write KV and image caches as arrays of what each slot holds; -1 was never written."""
 
-    def __init__(self, kv: CacheManager, images: CacheManager) -> None:
+    def __init__(self, kv: CacheManager, images: CacheManager, states: FakeStates | None = None) -> None:
+        self._states = states
         self._kv_size, self._image_size = kv.block_size, images.block_size
         self._kv = np.full(kv.pool.num_blocks * kv.block_size, -1, dtype=np.int64)
         self._images = np.full(images.pool.num_blocks * images.block_size, -1, dtype=np.int64)
@@ -214,8 +244,17 @@ class FakeLanes:
                 token_ids.append(-1)
             else:
                 token_ids.append(self._step(row))
+        if self._states is not None:
+            failed = {index for index, _ in failures}
+            computed = [index for index in range(len(rows)) if index not in failed]
+            self._states.begin(plan)
+            self._states.advance(plan, [self._context(rows[index]) for index in computed], computed)
         found = np.array(token_ids, dtype=np.int64)
         return LanguageResult(plan.step_id, started_s, ended_s, found, failures=tuple(failures))
+
+    def _context(self, row: Row) -> list[int]:
+        slots = _slots(row.block_ids, self._kv_size, 0, row.start + len(row.token_ids))
+        return self._kv[slots].tolist()
 
     def _step(self, row: Row) -> int:
         if row.is_decode:
@@ -238,6 +277,10 @@ class FakeLanes:
         token_id = next_token(self._kv[_slots(row.block_ids, self._kv_size, 0, end)])
         self._last_tokens[row.seq_slot] = token_id
         return token_id
+
+
+def fake_states(config: SchedulerConfig, num_snapshots: int | None) -> FakeStates | None:
+    return None if num_snapshots is None else FakeStates(config.max_running_requests, num_snapshots)
 
 
 def _slots(block_ids: np.ndarray, block_size: int, start: int, end: int) -> np.ndarray:
@@ -267,7 +310,7 @@ class Simulator:
     image_blocks: int = 64
     image_size: int = 4
     reuse: bool = True
-    has_states: bool = False
+    num_snapshots: int | None = None  # of recurrent states; None: the model has none
     costs: Costs = field(default_factory=Costs)
     budgets: Budgets | None = None
     scheduler_class: type[StageScheduler] = StageScheduler
@@ -281,7 +324,7 @@ class Simulator:
         self.clock = VirtualClock()
         kv = CacheManager(self.kv_blocks, self.kv_size)
         images = CacheManager(self.image_blocks, self.image_size)
-        self.lanes = FakeLanes(kv, images)
+        self.lanes = FakeLanes(kv, images, fake_states(self.config, self.num_snapshots))
         self.scheduler = self.scheduler_class(
             EPD,
             kv,
@@ -289,7 +332,7 @@ class Simulator:
             self.config,
             instance="test",
             reuse=self.reuse,
-            has_states=self.has_states,
+            num_snapshots=self.num_snapshots,
             budgets=self.budgets,
             observer=step_observer(),
         )

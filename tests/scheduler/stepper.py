@@ -28,6 +28,7 @@ from tests.scheduler.sim import (
     check_chunks,
     config,
     expected_tokens,
+    fake_states,
     make_request,
     rows_of,
     tokens_of,
@@ -46,12 +47,13 @@ class Stepper:
         scheduler=StageScheduler,
         observer: Callable[[], StepObserver] | None = step_observer,
         vision_plans: int = 1,
+        num_snapshots: int | None = None,
         **changes,
     ) -> None:
         kv, images = CacheManager(kv_blocks, 4), CacheManager(image_blocks, 4)
         self.reuse = reuse
         self.config = config(**changes)
-        self.lanes = FakeLanes(kv, images)
+        self.lanes = FakeLanes(kv, images, fake_states(self.config, num_snapshots))
         self.scheduler = scheduler(
             EPD,
             kv,
@@ -61,6 +63,7 @@ class Stepper:
             reuse=reuse,
             observer=observer and observer(),
             vision_plans=vision_plans,
+            num_snapshots=num_snapshots,
         )
         self.now = 0.0
         self.requests: dict[int, Request] = {}
@@ -68,7 +71,7 @@ class Stepper:
         self.late: dict[int, list[StageSpan]] = defaultdict(list)
         self.finished: dict[int, Finished] = {}
         self.encodes: list[tuple[int, int]] = []  # (request, image) of all that have come back
-        self.oracle = PrefixOracle(self.scheduler, reuse)
+        self.oracle = PrefixOracle(self.scheduler, reuse and num_snapshots != 0)
 
     def add(self, number: int, *parts: int | Img, **kwargs) -> Request:
         return self.submit(make_request(number, *parts, **kwargs))

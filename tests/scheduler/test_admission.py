@@ -105,10 +105,10 @@ def test_recurrent_states_need_prefill_and_decode_on_one_instance(letters: str) 
     role = Role.parse(letters)
     kv, images = CacheManager(1, 1), CacheManager(1, 1)
     if (Role.P in role) == (Role.D in role):
-        StageScheduler(role, kv, images, config(), instance="t", has_states=True)
+        StageScheduler(role, kv, images, config(), instance="t", num_snapshots=0)
         return
     with pytest.raises(ConfigError, match="recurrent states"):
-        StageScheduler(role, kv, images, config(), instance="t", has_states=True)
+        StageScheduler(role, kv, images, config(), instance="t", num_snapshots=0)
 
 
 def test_continued_requests_are_accepted_though_the_queue_is_full() -> None:

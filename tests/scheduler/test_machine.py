@@ -37,6 +37,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         vision_plans=st.sampled_from([1, 2]),
         ttft_slo=st.sampled_from([None, 0.05]),
         tpot_slo=st.sampled_from([None, 0.015]),
+        num_snapshots=st.sampled_from([None, None, 0, 1, 3, 20]),
     )
     def start(self, **sizes) -> None:
         self.stepper = Stepper(image_budget=32, **sizes)

@@ -368,7 +368,7 @@ class Rig:
         self._free = _shuffled(self.kv_cache)
         self._free_image = _shuffled(self.image_cache)
         self._steps = 0
-        num_seq_slots = config.scheduler.max_running_requests if states is None else states.conv.shape[0] // 2
+        num_seq_slots = config.scheduler.max_running_requests
         self._free_seq_slots: list[int] = np.random.default_rng(6).permutation(num_seq_slots).tolist()
         self._results: dict[StepId, Any] = {}
         self.seq_slots: dict[int, int] = {}

@@ -144,7 +144,9 @@ def test_a_step_of_decodes_equals_the_same_rows_beside_a_chunk(multimodal: bool,
         text = PromptPositions(np.zeros((3, 1), dtype=np.int64), 0)
         states = None
         if with_states:
-            states = StateTable(StateCache(torch.zeros(2 * NUM_SLOTS, 1, 3, 4), torch.zeros(2 * NUM_SLOTS, 1, 1, 2, 2)))
+            states = StateTable(
+                StateCache(torch.zeros(2 * NUM_SLOTS, 1, 3, 4), torch.zeros(2 * NUM_SLOTS, 1, 1, 2, 2)), NUM_SLOTS
+            )
             for row in rows:
                 tokens = (1,) * row.start
                 states.advance(

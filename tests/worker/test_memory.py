@@ -229,12 +229,16 @@ def test_recurrent_states_are_counted_before_the_caches() -> None:
     hybrid = replace(spec, language=language)
     config = EngineConfig(scheduler=SchedulerConfig(max_num_seqs=5))
     made = plan_memory(hybrid, EPD, config, 2, PLENTY)
+    plain = replace(config, cache=replace(config.cache, prefix_caching=False))
     per_request = 2 * (2 * 4 * 8 * 4 + 3 * 24 * 2)
-    assert (made.num_state_slots, made.state_bytes) == (5, 5 * 2 * per_request)
+    assert (made.num_state_slots, made.num_snapshots) == (5, 10) and made.state_bytes == 5 * 4 * per_request
+    assert any(note.endswith("for 10 snapshots of recurrent states") for note in made.reasons)
+    without = plan_memory(hybrid, EPD, plain, 2, PLENTY)
+    assert (without.num_state_slots, without.num_snapshots, without.state_bytes) == (5, 0, 5 * 2 * per_request)
     assert made.kv_bytes == made.num_kv_blocks * 16 * TOKEN_BYTES // 2
     states = allocate_states(hybrid, made, torch.bfloat16)
     assert states is not None and states.nbytes == made.state_bytes
-    assert states.conv.shape == (10, 2, 3, 24) and states.recurrent.shape == (10, 2, 2, 4, 8)
+    assert states.conv.shape == (20, 2, 3, 24) and states.recurrent.shape == (20, 2, 2, 4, 8)
     with pytest.raises(ResourceError, match="lower --max-num-seqs"):
-        plan_memory(hybrid, EPD, config, 2, language.num_parameters() * 2 + made.state_bytes - 1)
+        plan_memory(hybrid, EPD, config, 2, language.num_parameters() * 2 + without.state_bytes - 1)
     assert allocate_states(spec, plan(), torch.bfloat16) is None

@@ -3,6 +3,8 @@ step."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch
 from hydra_engine.backend.base import StateCache
 from hydra_engine.core.ids import RequestId, StepId
 from hydra_engine.core.plans import ChunkRow, LanguagePlan
-from hydra_engine.worker.language.slot_table import StateTable
+from hydra_engine.worker.language.slot_table import StateTable, part_of
 from tests.worker.fakes import Decode, Row, plan_of
 
 BLOCKS = np.zeros(8, dtype=np.int32)
@@ -29,7 +31,7 @@ def plan(*rows: Row) -> LanguagePlan:
 
 
 def table() -> StateTable:
-    return StateTable(StateCache(torch.zeros(6, 1, 3, 4), torch.zeros(6, 1, 1, 2, 2)))
+    return StateTable(StateCache(torch.zeros(9, 1, 3, 4), torch.zeros(9, 1, 1, 2, 2)), 3)
 
 
 def test_places_change_roles_after_a_whole_step() -> None:
@@ -61,6 +63,29 @@ def test_decodes_and_chunks_share_a_step() -> None:
 
 def mixed_next() -> LanguagePlan:
     return plan(decode(1, 5), chunk(0, 3, 1))
+
+
+def test_a_state_is_left_in_a_named_slot_and_read_from_there() -> None:
+    """The two slots of a sequence slot stay its own; a row that is left for later reads the named slot as well."""
+    states = table()
+    kept = plan(replace(chunk(1, 0, 4), state_slots=(-1, 7)))
+    assert states.rows(kept).lists() == ([0, 4], [0], [2], [7])
+    states.advance(kept)
+    behind = plan(decode(1, 4))
+    assert states.rows(behind).lists() == ([0, 1], [4], [7], [2])
+    states.advance(behind)
+    assert states.rows(plan(decode(1, 5))).lists() == ([0, 1], [5], [2], [3])
+    both = plan(replace(chunk(0, 4, 1), state_slots=(7, -1)), replace(chunk(2, 4, 2), state_slots=(7, 8)))
+    states.begin(both)
+    states.advance(part_of(both, [None, None], np.array([1]))[0])
+    rest = plan(decode(0, 4), decode(2, 6))
+    assert states.rows(rest).lists() == ([0, 1, 2], [4, 6], [7, 8], [0, 4])
+    named = replace(rest, state_slots=np.array([6, -1]))
+    assert states.rows(named).write_slots.tolist() == [6, 4]
+    assert states.rows(part_of(named, [], np.array([1]))[0]).write_slots.tolist() == [4]
+    states.begin(plan(replace(chunk(1, 3, 2), state_slots=(7, -1))))
+    with pytest.raises(AssertionError, match="state of 4 tokens where a row begins at 3"):
+        states.rows(plan(chunk(1, 3, 2)))
 
 
 def test_the_next_owner_of_a_slot_begins_without_a_state() -> None:

@@ -194,9 +194,9 @@ class LanguageLane:
         self._warm_up = partial(
             warm_language, model, backend, spec.language, kv_cache, image_cache, states, max_model_len, asynchronous
         )
-        state_table = None if states is None else StateTable(states)
+        self._states = None if states is None else StateTable(states, num_seq_slots)
         multimodal = spec.language.rope_sections is not None
-        parts = StepParts(model, backend.ops, device, kv_cache, image_cache, state_table, multimodal)
+        parts = StepParts(model, backend.ops, device, kv_cache, image_cache, self._states, multimodal)
         self._slot_table = slot_table = SlotTable(num_seq_slots, device.torch_device, asynchronous=asynchronous)
         if asynchronous:
             self._readers = device.reader("results")
@@ -257,6 +257,8 @@ class LanguageLane:
         earlier, which fail. Records the rows that failed so far in the slot table."""
         plan, slot_table = pending.plan, self._slot_table
         slot_table.begin_step(plan, records)
+        if self._states is not None:
+            self._states.begin(plan)
         if self._readers is not None:
             pending.slot_owners = slot_table.slot_owners(plan)
         rows, failed_rows = np.arange(plan.num_rows), slot_table.failed_rows(plan)

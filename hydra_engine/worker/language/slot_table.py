@@ -68,7 +68,8 @@ def part_of(
         decodes.num_generated[among],
         decodes.block_tables[among],
     )
-    part = replace(plan, decodes=fewer, chunks=tuple(plan.chunks[i] for i in chunks))
+    state_slots = None if plan.state_slots is None else plan.state_slots[among]
+    part = replace(plan, decodes=fewer, chunks=tuple(plan.chunks[i] for i in chunks), state_slots=state_slots)
     return part, [records[i] for i in chunks]
 
 
@@ -328,30 +329,47 @@ class SlotTable:
 
 class StateTable:
     """The recurrent states of running requests. Sequence slot s has the cache's state slots 2 s and 2 s + 1: a step
-    reads one and writes the other, and `advance` swaps them."""
+    reads one and writes the other. A plan may name other slots, behind these, from which a request begins or where it
+    leaves its state. `advance` commits what a step has written."""
 
-    def __init__(self, cache: StateCache) -> None:
+    def __init__(self, cache: StateCache, num_seq_slots: int) -> None:
         self.cache = cache
-        num_seq_slots = cache.conv.shape[0] // 2
-        self._current: Int64s = np.zeros(num_seq_slots, dtype=np.int64)  # 0 or 1: which state slot holds the state
-        self._num_tokens: Int64s = np.zeros(num_seq_slots, dtype=np.int64)  # that the state has seen
+        self._current: Int64s = 2 * np.arange(num_seq_slots)  # the state slot that holds the state
+        self._num_tokens: Int64s = np.zeros(cache.conv.shape[0], dtype=np.int64)  # that the state in each slot has seen
+
+    def begin(self, plan: LanguagePlan) -> None:
+        """Lets the requests of chunks continue from the state slots that the plan names. Call it once for each plan,
+        before its rows are known: a row that is left for later will read the same slot."""
+        for chunk in plan.chunks:
+            if chunk.state_slots[0] >= 0:
+                self._current[chunk.seq_slot] = chunk.state_slots[0]
 
     def rows(self, plan: LanguagePlan) -> StateRows:
         """State slots that each row reads and writes, in host tensors. A row that begins at position 0 reads none.
         Asserts that each state has seen exactly the tokens before its row."""
         seq_slots, starts = seq_slots_of(plan), starts_of(plan)
-        seen = np.where(starts > 0, self._num_tokens[seq_slots], 0)
+        reads = self._current[seq_slots]
+        seen = np.where(starts > 0, self._num_tokens[reads], 0)
         wrong = np.flatnonzero(seen != starts)
         assert not wrong.size, f"state of {seen[wrong[0]]} tokens where a row begins at {starts[wrong[0]]}"
-        current = self._current[seq_slots]
         cu_q = np.zeros(len(seq_slots) + 1, dtype=np.int64)
         np.cumsum(counts_of(plan), out=cu_q[1:])
-        reads = 2 * seq_slots + current
-        writes = 2 * seq_slots + 1 - current
+        writes = self._written(plan, seq_slots)
         return StateRows(*(torch.from_numpy(values) for values in (cu_q, starts, reads, writes)))
 
     def advance(self, plan: LanguagePlan) -> None:
-        """Commits the states of a step that succeeded: swaps its rows' state slots and counts their tokens."""
+        """Commits the states of a step that succeeded: the slots that it wrote hold the states of its rows' requests,
+        after their tokens."""
         seq_slots = seq_slots_of(plan)
-        self._current[seq_slots] = 1 - self._current[seq_slots]
-        self._num_tokens[seq_slots] = starts_of(plan) + counts_of(plan)
+        self._current[seq_slots] = writes = self._written(plan, seq_slots)
+        self._num_tokens[writes] = starts_of(plan) + counts_of(plan)
+
+    def _written(self, plan: LanguagePlan, seq_slots: Int64s) -> Int64s:
+        """State slots that each row writes: that which the plan names, else the one of its own two that is not read."""
+        own = 2 * seq_slots
+        writes: Int64s = own + (self._current[seq_slots] == own)
+        named: Int64s = np.full(len(seq_slots), -1, dtype=np.int64)
+        if plan.state_slots is not None:
+            named[: len(plan.decodes)] = plan.state_slots
+        named[len(plan.decodes) :] = [chunk.state_slots[1] for chunk in plan.chunks]
+        return np.where(named >= 0, named, writes)

@@ -70,11 +70,12 @@ def allocate_states(
     spec: ModelSpec, plan: CachePlan, dtype: torch.dtype, *, device: torch.device = _CPU
 ) -> StateCache | None:
     """Allocates the recurrent states; None if the model has none or the plan no slots for them. Sequence slot s has
-    state slots 2 s and 2 s + 1: a step reads one and writes the other, so that a step that raised can be run again."""
+    state slots 2 s and 2 s + 1: a step reads one and writes the other, so that a step that raised can be run again.
+    Behind them are those of snapshots."""
     shape = spec.language.delta
     if shape is None or not plan.num_state_slots:
         return None
-    size = (2 * plan.num_state_slots, spec.language.num_state_layers)
+    size = (2 * plan.num_state_slots + plan.num_snapshots, spec.language.num_state_layers)
     conv = (*size, shape.num_taps - 1, shape.num_channels)
     recurrent = (*size, shape.num_value_heads, shape.key_dim, shape.value_dim)
     return StateCache(_allocate(conv, dtype, device), _allocate(recurrent, torch.float32, device))

@@ -54,7 +54,8 @@ class _Peaks:
         self._spec = spec
         self._config = config
         self._max_model_len = plan.max_model_len
-        small = replace(plan, num_kv_blocks=min(plan.num_kv_blocks, 1), num_image_blocks=min(plan.num_image_blocks, 1))
+        few = min(plan.num_kv_blocks, 1), min(plan.num_image_blocks, 1)
+        small = replace(plan, num_kv_blocks=few[0], num_image_blocks=few[1], num_snapshots=0)
         dtype, device = backend.dtype, backend.device.torch_device
         quantized = config.cache.kv_cache_dtype == "int8"
         self._kv_cache = allocate_kv_cache(

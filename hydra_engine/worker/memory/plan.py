@@ -26,9 +26,11 @@ from hydra_engine.worker.memory.working import NOT_COUNTED, WorkingMemory, estim
 
 _NAMES = {"kv": "KV cache", "image": "image cache"}
 MEMORY_SHARE = 0.4  # of what is free beside the weights, for each cache; of a GPU's, at most, for the image cache
+SNAPSHOTS_SHARE = 0.2  # of what weights and running requests' states leave: snapshots of states, at most
 MARGIN_BYTES = 1 << 29  # of a GPU: what its allocators lose between pieces, and what no measured step has taken
 TYPICAL_TOKENS = 2048  # of one request, for the default size of the KV cache
 TYPICAL_IMAGES = 16
+TYPICAL_SNAPSHOTS = 2  # of recurrent states, in host memory: of one request, beside its two state slots
 MIN_TEXT_TOKENS = 8  # a request with one largest picture has room for this much text at least
 
 
@@ -152,10 +154,11 @@ class CachePlan:
     image_bytes: int
     reasons: tuple[str, ...]
     num_state_slots: int = 0  # requests that have recurrent states at once; 0: the model keeps none
-    state_bytes: int = 0
+    state_bytes: int = 0  # those of snapshots among them
     vision_weights_bytes: int = 0
     language_weights_bytes: int = 0
     working: WorkingMemory = NOT_COUNTED
+    num_snapshots: int = 0  # of recurrent states, behind cached prefixes
 
     @property
     def weights_bytes(self) -> int:
@@ -286,6 +289,8 @@ def _plan(
         raise no_room(device, terms, part_bytes)
     num_state_slots = _state_slots(needs, left_bytes, reasons)
     left_bytes -= needs.state_bytes
+    num_snapshots, snapshot_bytes = _snapshots(needs, left_bytes, reasons, filled=filling is not None)
+    left_bytes -= snapshot_bytes
     share_bytes = int(MEMORY_SHARE * max(left_bytes, 0))
     image_reasons: list[str] = []
     max_bytes = share_bytes if filling is None or role.needs_language else left_bytes
@@ -297,7 +302,8 @@ def _plan(
         useful = holds >= (TYPICAL_TOKENS if config.max_model_len is None else 2) and not image.too_small
         raise caches_too_small(device, (kv, image), left_bytes, lower_to=holds if useful else None)
     # Configured sizes are checked against all of the host's memory: what is free now may change.
-    there_bytes = left_bytes if filling is not None else total_bytes - weights_bytes - needs.state_bytes
+    states_bytes = needs.state_bytes + snapshot_bytes
+    there_bytes = left_bytes if filling is not None else total_bytes - weights_bytes - states_bytes
     if kv.num_bytes + image.num_bytes > there_bytes:
         raise caches_too_large(device, (kv, image), there_bytes)
     max_model_len = min(wanted_len, holds) if role.needs_language else wanted_len
@@ -311,9 +317,10 @@ def _plan(
         image.num_bytes,
         (*reasons, *image_reasons),
         num_state_slots,
-        needs.state_bytes,
+        states_bytes,
         *needs.weights,
         working,
+        num_snapshots,
     )
 
 
@@ -332,8 +339,33 @@ def _state_slots(needs: Needs, free_bytes: int, reasons: list[str]) -> int:
         return 0
     if num_bytes > free_bytes:
         raise no_states(needs.role, num_slots, num_bytes, max(free_bytes, 0))
-    reasons.append(f"recurrent states: {size(num_bytes)} for {num_slots} requests; KV is not reused")
+    reasons.append(f"recurrent states: {size(num_bytes)} for {num_slots} requests")
     return num_slots
+
+
+def _snapshots(needs: Needs, left_bytes: int, reasons: list[str], *, filled: bool) -> tuple[int, int]:
+    """(number, bytes) of snapshots of recurrent states; (0, 0) if the model keeps none or prefixes are not reused. What
+    a configured cache or the request that must fit takes goes first. Appends a note to `reasons` if prefixes could be
+    reused."""
+    spec, config = needs.spec, needs.config
+    if not needs.state_bytes or not config.cache.prefix_caching:
+        return 0, 0
+    slot_bytes = spec.language.state_bytes(needs.dtype_bytes)
+    wanted_len = config.max_model_len or spec.max_model_len
+    least = wanted_len if config.max_model_len else _min_request(spec, config, wanted_len, [])[0]
+    first = max(needs.given_kv_bytes, _ceil(least, config.cache.block_size) * needs.kv_block_bytes)
+    if needs.pictures is not None:
+        per_image, block_bytes = needs.image_sizes(needs.pictures)
+        given = needs.configured_blocks("image", block_bytes)
+        first += block_bytes * (per_image if given is None else given)
+    number = min(int(SNAPSHOTS_SHARE * max(left_bytes, 0)), max(left_bytes - first, 0)) // slot_bytes
+    if not filled:
+        number = min(number, TYPICAL_SNAPSHOTS * config.scheduler.max_running_requests)
+    if not number:
+        reasons.append(f"prefixes are not reused: no room for a snapshot of recurrent states of {size(slot_bytes)}")
+        return 0, 0
+    reasons.append(f"reused prefixes: {size(number * slot_bytes)} for {number} snapshots of recurrent states")
+    return number, number * slot_bytes
 
 
 def _kv(needs: Needs, room_bytes: int, reasons: list[str], *, filled: bool) -> tuple[CacheSize, int]:
