@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -138,37 +139,38 @@ PROCESSOR = ProcessorSpec(
 )
 
 
-async def test_pictures_for_the_models_own_processor_wait_without_a_thread(
-    make_preprocessor: Make, encoded: Encode, monkeypatch: pytest.MonkeyPatch
+async def test_the_models_own_processor_runs_as_often_as_there_are_workers(
+    make_preprocessor: Make, encoded: Encode, monkeypatch: pytest.MonkeyPatch, large: None
 ) -> None:
-    Gate(monkeypatch)
+    """Large pictures still go one at a time."""
     spec = make_preprocessor().preprocessor._spec
     spec = replace(spec, vision=replace(spec.vision, processor=PROCESSOR))
-    loader = MediaLoader(spec, module.MediaConfig(), MonotonicClock())
+    loader = MediaLoader(spec, module.MediaConfig(decode_workers=3), MonotonicClock())
+    monkeypatch.setattr(loader._decoders, "render", lambda job: bytes(3 * math.prod(job.views[0].canvas)))
     gate, begun = threading.Event(), []
 
     def process(_: ImageProcessor, digest: Any, size: tuple[int, int], pixels: bytes) -> ProcessedPicture:
-        begun.append(threading.current_thread())
+        begun.append(size)
         gate.wait(20)
         return ProcessedPicture(digest, *size, pixels, num_tokens=1)
 
     monkeypatch.setattr(ImageProcessor, "process", process)
 
-    def load(data: bytes, client: str) -> asyncio.Task[Any]:
+    def load(data: bytes) -> asyncio.Task[Any]:
         parts = [module.ImagePart(data, "images")]
-        return asyncio.create_task(loader.load(parts, loader.resolve_sources(parts), client=client))
+        return asyncio.create_task(loader.load(parts, loader.resolve_sources(parts)))
 
-    alice = [load(data, "alice") for data in pictures(encoded, SMALL, 3)]
-    await until(lambda: len(loader._processing._queue) == 2 and bool(begun))
-    assert loader._workers._threads._num_free == 1
-    bob = load(*pictures(encoded, LARGE, 1), "bob")
-    await until(lambda: len(loader._processing._queue) == 3)
-    ended = []
-    for task, client in zip([*alice, bob], ["alice"] * 3 + ["bob"], strict=True):
-        task.add_done_callback(lambda _, client=client: ended.append(client))
+    small = [load(data) for data in pictures(encoded, SMALL, 4)]
+    await until(lambda: len(begun) == 3)
     gate.set()
-    await asyncio.gather(*alice, bob)
-    assert ended.index("bob") <= 2
+    await asyncio.gather(*small)
+    gate.clear()
+    begun.clear()
+    tasks = [load(data) for data in pictures(encoded, LARGE, 2)]
+    await until(lambda: len(begun) == 1 and len(loader._large._queue) == 1)
+    gate.set()
+    await asyncio.gather(*tasks)
+    assert len(begun) == 2
     loader.close()
 
 

@@ -105,14 +105,13 @@ class MediaLoader:
         self._opened = ByteBudget(_MAX_OPENED_BYTES)
         self._decoders = Decoders()
         self._pixels = PixelCache(limits.pixel_cache_mib << 20)
-        self._processor = None if spec.processor is None else ImageProcessor(spec.processor)
+        self._processor = None if spec.processor is None else ImageProcessor(spec.processor, limits.decode_workers)
         self._opener = None if spec.vision is None else Opener(spec.vision, limits, self._decoders, self._processor)
         noun = "pictures and videos"
         self._workers = WorkerPool(
             "preprocess-image", num_workers=limits.decode_workers, max_waiting=MAX_WAITING, noun=noun
         )
         self._large = Turns("large pictures", num_slots=1, max_waiting=MAX_WAITING)
-        self._processing = Turns("pictures", num_slots=1, max_waiting=MAX_WAITING)
 
     async def warm_up(self) -> None:
         """Starts the processes that the first pictures need; returns before the decode children are ready."""
@@ -120,7 +119,7 @@ class MediaLoader:
             self._fetcher.warm_up()
             await self._workers.run("", self._decoders.warm_up, self._limits.decode_workers)
         if self._processor is not None:
-            await self._workers.run("", self._processor.warm_up, turns=self._processing)
+            await self._workers.run("", self._processor.warm_up)
 
     def forget_pictures(self) -> None:
         self._pixels.clear()
@@ -271,8 +270,6 @@ class MediaLoader:
 
     def _turns_for(self, opened: Opened) -> Turns | None:
         """The turns that decoding needs besides a thread; None if it needs none."""
-        if self._processor is not None and opened.kind == "image":
-            return self._processing
         return self._large if opened.num_pixels >= _LARGE_PIXELS else None
 
     async def _finish(self, item: _Loading, opened: Opened, work: _Work) -> Media:

@@ -314,10 +314,10 @@ class ChildHost(Generic[A]):
         for _ in range(num_children):
             self._give_back(self._new_child())
 
-    def start(self) -> None:
-        """Starts one child and blocks until it is ready. Raises as `run` does."""
+    def start(self, *, fresh: bool = False) -> None:
+        """Starts one child, one more if `fresh`, and blocks until it is ready. Raises as `run` does."""
         try:
-            with self._started_child():
+            with self._started_child(fresh=fresh):
                 pass
         except ChildDied as death:
             raise self._unavailable() from death

@@ -1,11 +1,14 @@
-"""The parent's side of the processor child: pictures to payloads and plans, for models with a processor of their own.
+"""The parent's side of the processor children: pictures to payloads and plans, for models with a processor of their
+own.
 
-There is one child, because it loads torch. Does not import torch, does not know files or requests.
+A child loads torch, which takes seconds and memory. So there is one until pictures wait for it; further ones start
+beside it, and pictures wait for whichever is free. Does not import torch, does not know files or requests.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +16,7 @@ import numpy as np
 from hydra_engine.core.ids import ImageDigest
 from hydra_engine.core.messages import ArrayLayout, PixelPayload
 from hydra_engine.core.processes import launch
-from hydra_engine.errors import InvalidImage, from_info
+from hydra_engine.errors import HydraError, InvalidImage, from_info
 from hydra_engine.models.specs.base import SPAN_TOKEN_IDS, ItemPlan, MediaPlan, ProcessorSpec, View
 from hydra_engine.preprocess.sandbox.child_host import ChildDied, ChildHost
 from hydra_engine.preprocess.sandbox.processor_child import Picture, Processed
@@ -54,10 +57,13 @@ class ProcessedPicture(PixelPayload):
 
 
 class ImageProcessor:
-    """The model's own image processor. Not thread-safe."""
+    """The model's own image processor, in up to `max_children` processes. Thread-safe."""
 
-    def __init__(self, spec: ProcessorSpec) -> None:
+    def __init__(self, spec: ProcessorSpec, max_children: int = 1) -> None:
         self._spec = spec
+        self._lock = threading.Lock()
+        self._left = max_children - 1  # children that may still be started
+        self._free = threading.Semaphore(1)  # one for each child that has been ready
         self._host = ChildHost(
             "run the model's image processor",
             _COMMAND,
@@ -71,10 +77,15 @@ class ImageProcessor:
     def process(self, digest: ImageDigest, size: tuple[int, int], pixels: bytes) -> ProcessedPicture:
         """Processes an upright RGB picture of `size` (width, height), row-major. Blocking. Raises InvalidImage if the
         processor refuses it or fails on it, Unavailable if no child can be started."""
+        if not self._free.acquire(blocking=False):
+            self._grow()
+            self._free.acquire()
         try:
             answer, _ = self._host.run(Picture(*size, memoryview(pixels)), ANSWER_SECONDS)
         except ChildDied as error:
             raise _failed() from error
+        finally:
+            self._free.release()
         if answer.error is not None:
             raise from_info(answer.error)
         sizes = [math.prod(layout.shape) * np.dtype(layout.dtype).itemsize for layout in answer.arrays]
@@ -96,12 +107,29 @@ class ImageProcessor:
             grid=answer.grid,
         )
 
+    def _grow(self) -> None:
+        """Starts one more child, if there may be one, without waiting for it."""
+        with self._lock:
+            if self._left == 0:
+                return
+            self._left -= 1
+        threading.Thread(target=self._start_another, name="processor-start", daemon=True).start()
+
+    def _start_another(self) -> None:
+        try:
+            self._host.start(fresh=True)
+        except HydraError:  # the host has logged it; pictures go on through the others
+            with self._lock:
+                self._left += 1
+        else:
+            self._free.release()
+
     def warm_up(self) -> None:
-        """Starts the child and blocks until it is ready, so that the first picture need not wait."""
+        """Starts the first child and blocks until it is ready, so that the first picture need not wait."""
         self._host.start()
 
     def close(self) -> None:
-        """Ends the child now, whatever it does."""
+        """Ends the children now, whatever they do."""
         self._host.close()
 
 
