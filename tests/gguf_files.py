@@ -25,8 +25,14 @@ from tools.miniatures.gguf_text import Kind, finish, renamed, text_name, text_wr
 PROJECTORS = {
     **{"llava": "mlp", "internvl": "internvl", "qwen2_vl": "qwen2vl_merger"},
     **{"qwen2_5_vl": "qwen2.5vl_merger", "qwen3_vl": "qwen3vl_merger", "qwen3_5": "qwen3vl_merger"},
+    **{"qwen3_vl_moe": "qwen3vl_merger", "qwen3_5_moe": "qwen3vl_merger"},
 }
-_FUSED = ("qwen3_vl", "qwen3_5")  # queries, keys and values of their towers stay one matrix
+_FUSED = (
+    "qwen3_vl",
+    "qwen3_5",
+    "qwen3_vl_moe",
+    "qwen3_5_moe",
+)  # queries, keys and values of their towers stay one matrix
 _QWEN_TOWER = [
     (r"blocks\.(\d+)\.attn\.qkv\.(\w+)", r"v.blk.\1.attn_qkv.\2"),
     (r"blocks\.(\d+)\.attn\.proj\.(\w+)", r"v.blk.\1.attn_out.\2"),
@@ -76,19 +82,34 @@ def write_gguf(model_dir: Path, out: Path, kind: Kind = "F32") -> tuple[Path, Pa
     config = json.loads((model_dir / "config.json").read_text())
     out.mkdir(parents=True, exist_ok=True)
     with SafetensorsCheckpoint(model_dir) as checkpoint:
-        tensors = {name: checkpoint.read(name) for name in checkpoint.entries}
+        tensors = with_experts({name: checkpoint.read(name) for name in checkpoint.entries})
     text = _write_text(out / "model.gguf", config, model_dir, tensors, kind)
     if config["model_type"] not in PROJECTORS:
         return text, None
     return text, _write_tower(out / "mmproj-model.gguf", config, model_dir, tensors, kind)
 
 
+def with_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, all experts of a layer in one: experts.gate_proj [E, F, C], up_proj and down_proj [E, C, F]."""
+    found: dict[str, Tensor] = {}
+    single: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if expert := re.fullmatch(r"(.*experts\.)(\d+)\.(\w+)\.weight", name):
+            single.setdefault(expert[1] + expert[3], {})[int(expert[2])] = tensor
+        elif name.endswith("experts.gate_up_proj"):
+            gate, up = tensor.chunk(2, dim=1)
+            found |= {name.replace("gate_up", "gate"): gate, name.replace("gate_up", "up"): up}
+        else:
+            found[name] = tensor
+    return found | {name: torch.stack([parts[i] for i in range(len(parts))]) for name, parts in single.items()}
+
+
 def add_tensor(writer: Any, name: str, tensor: Tensor, kind: Kind) -> None:
     """Matrices as `kind`, where their rows are whole blocks; kernels of convolutions and vectors in float32."""
     array = tensor.float().contiguous().numpy()
     number = gguf.GGMLQuantizationType[kind]
-    fits = array.ndim == 2 and array.shape[1] % gguf.GGML_QUANT_SIZES[number][0] == 0
-    if not fits or kind == "F32" or "position_embd" in name:
+    fits = (array.ndim == 2 or "_exps." in name) and array.shape[-1] % gguf.GGML_QUANT_SIZES[number][0] == 0
+    if not fits or kind == "F32" or "position_embd" in name or "ffn_gate_inp" in name:
         writer.add_tensor(name, array)
     else:
         writer.add_tensor(name, gguf.quants.quantize(array, number), raw_dtype=number)
@@ -128,7 +149,7 @@ def _write_text(path: Path, config: dict[str, Any], model_dir: Path, tensors: di
         for part, heads in ((".attn_q.", "num_attention_heads"), (".attn_k.", "num_key_value_heads")):
             if writer.arch == "llama" and part in new:
                 tensor = rotated(tensor, text[heads])
-        if writer.arch == "qwen35":
+        if writer.arch.startswith("qwen35"):
             new, tensor = new.replace("ffn_norm", "post_attention_norm"), of_delta_nets(new, tensor, text)
         add_tensor(writer, new, tensor, kind)
     finish(writer)

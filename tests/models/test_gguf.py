@@ -49,6 +49,8 @@ WITH_PICTURES: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"vision": {"window_size": 112}},
     "qwen3_vl": {},
     "qwen3_5": {"text": {"linear_num_value_heads": 8}},
+    "qwen3_vl_moe": {},
+    "qwen3_5_moe": {},
 }
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5}
 DELTA = {"linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 64, "num_hidden_layers": 4}
@@ -60,6 +62,8 @@ TEXT_ONLY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"text": {"tie_word_embeddings": True}}),
     "qwen3": ("qwen3", {"text": {"head_dim": 24}}),
     "qwen3_5": ("qwen3_5_text", {"text": {**DELTA, "linear_num_value_heads": 6}}),
+    "qwen3_moe": ("qwen3_moe", {"text": {"norm_topk_prob": True, "mlp_only_layers": [1]}}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {"text": {**DELTA, "linear_num_value_heads": 6}}),
     "qwen3_5-alike": ("qwen3_5_text", {"text": {**DELTA, "linear_num_value_heads": 2}}),
 }
 QUANTISED = [kind.name for kind in TENSOR_TYPES.values() if kind.name not in ("F32", "F16", "BF16")]
@@ -128,6 +132,35 @@ def test_layers_that_guess_further_tokens_are_left_out(
     changed = {"qwen35.block_count": 5, "qwen35.full_attention_interval": 1}
     copied(text, tmp_path / "more.gguf", added=further, changed=changed, recurrent=[True, True, True, False, False])
     assert_near(logits(folder_of(tmp_path / "more.gguf"), reference), logits(directory, reference), "more")
+
+
+def test_experts_are_cut_out_of_the_tensors_of_all(
+    checkpoint: CheckpointFactory, reference: Backend, tmp_path: Path
+) -> None:
+    """Gate and up may be one tensor, and the gate of a shared expert a vector; routers are never quantised."""
+    sizes = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "num_hidden_layers": 4}
+    directory = checkpoint("gguf-experts", "qwen3_5_moe_text", text=sizes)
+    text, _ = write_gguf(directory, tmp_path, "Q8_0")
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(text).tensors}
+    with open_checkpoint(folder_of(text)) as files:
+        for part in ("gate", "up", "down"):
+            tensor = stored[f"blk.1.ffn_{part}_exps.weight"]
+            assert tensor.tensor_type.name == "Q8_0"
+            for expert, expected in enumerate(gguf.quants.dequantize(tensor.data, tensor.tensor_type)):
+                weight = files.read(f"model.layers.1.mlp.experts.{expert}.{part}_proj.weight")
+                assert isinstance(weight, QuantizedWeight)
+                assert np.array_equal(weight.dequantized(torch.float32).numpy(), expected)
+        assert isinstance(files.read("model.layers.1.mlp.gate.weight"), Tensor)
+    plain, _ = write_gguf(directory, tmp_path / "plain")
+    tensors = {tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in gguf.GGUFReader(plain).tensors}
+    added, gone = {}, set()
+    for layer in range(4):
+        gate, up, both = (f"blk.{layer}.ffn_{part}_exps.weight" for part in ("gate", "up", "gate_up"))
+        shared = f"blk.{layer}.ffn_gate_inp_shexp.weight"
+        added |= {both: torch.cat((tensors[gate], tensors[up]), dim=1), shared: tensors[shared][0]}
+        gone |= {gate, up, shared}
+    copied(plain, tmp_path / "fused.gguf", added=added, leave_out=gone)
+    assert torch.equal(logits(folder_of(tmp_path / "fused.gguf"), reference), logits(directory, reference))
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q4_K", "Q6_K"])

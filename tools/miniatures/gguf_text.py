@@ -24,6 +24,10 @@ ARCHITECTURES = {
         "qwen2_vl": "qwen2vl",
         "qwen2_5_vl": "qwen2vl",
         "qwen3_vl": "qwen3vl",
+        "qwen3_moe": "qwen3moe",
+        "qwen3_vl_moe": "qwen3vlmoe",
+        "qwen3_5_moe": "qwen35moe",
+        "qwen3_5_moe_text": "qwen35moe",
     },
 }
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.")
@@ -37,6 +41,10 @@ _TEXT = [
     (r"layers\.(\d+)\.self_attn\.o_proj\.(\w+)", r"blk.\1.attn_output.\2"),
     (r"layers\.(\d+)\.self_attn\.([qk])_norm\.(\w+)", r"blk.\1.attn_\2_norm.\3"),
     (r"layers\.(\d+)\.mlp\.(gate|up|down)_proj\.(\w+)", r"blk.\1.ffn_\2.\3"),
+    (r"layers\.(\d+)\.mlp\.shared_expert\.(gate|up|down)_proj\.weight", r"blk.\1.ffn_\2_shexp.weight"),
+    (r"layers\.(\d+)\.mlp\.shared_expert_gate\.weight", r"blk.\1.ffn_gate_inp_shexp.weight"),
+    (r"layers\.(\d+)\.mlp\.gate\.weight", r"blk.\1.ffn_gate_inp.weight"),
+    (r"layers\.(\d+)\.mlp\.experts\.(gate|up|down)_proj", r"blk.\1.ffn_\2_exps.weight"),
     (r"layers\.(\d+)\.linear_attn\.in_proj_qkv\.weight", r"blk.\1.attn_qkv.weight"),
     (r"layers\.(\d+)\.linear_attn\.in_proj_z\.weight", r"blk.\1.attn_gate.weight"),
     (r"layers\.(\d+)\.linear_attn\.in_proj_a\.weight", r"blk.\1.ssm_alpha.weight"),
@@ -56,7 +64,10 @@ def text_writer(path: Path, config: Mapping[str, Any], model_dir: Path, **option
     writer.add_block_count(text["num_hidden_layers"])
     writer.add_context_length(text["max_position_embeddings"])
     writer.add_embedding_length(text["hidden_size"])
-    writer.add_feed_forward_length(text["intermediate_size"])
+    if "intermediate_size" in text:
+        writer.add_feed_forward_length(text["intermediate_size"])
+    if "moe_intermediate_size" in text:
+        _add_experts(writer, text)
     writer.add_head_count(text["num_attention_heads"])
     writer.add_head_count_kv(text["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(text["rms_norm_eps"])
@@ -74,6 +85,14 @@ def text_writer(path: Path, config: Mapping[str, Any], model_dir: Path, **option
         _add_delta_nets(writer, text)
     _add_tokenizer(writer, model_dir, text["vocab_size"])
     return writer
+
+
+def _add_experts(writer: Any, text: Mapping[str, Any]) -> None:
+    writer.add_expert_count(text.get("num_local_experts") or text["num_experts"])
+    writer.add_expert_used_count(text["num_experts_per_tok"])
+    writer.add_expert_feed_forward_length(text["moe_intermediate_size"])
+    if "shared_expert_intermediate_size" in text:
+        writer.add_expert_shared_feed_forward_length(text["shared_expert_intermediate_size"])
 
 
 def _add_delta_nets(writer: Any, text: Mapping[str, Any]) -> None:
@@ -147,7 +166,7 @@ def _add_tokenizer(writer: Any, model_dir: Path, vocab_size: int) -> None:
     tokens, kinds = [token for token, _ in rows], [kind for _, kind in rows]
     writer.add_tokenizer_model("gpt2")
     rule = "qwen2" if writer.arch.startswith("qwen") else "gpt-2"
-    writer.add_tokenizer_pre("qwen35" if writer.arch == "qwen35" else rule)
+    writer.add_tokenizer_pre("qwen35" if writer.arch.startswith("qwen35") else rule)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     if merges := tokenizer["model"]["merges"]:  # pairs, in older files as one text

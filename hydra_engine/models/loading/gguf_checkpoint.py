@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Self
 
@@ -28,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _MODEL_FILES = "model*.gguf"
 _MMPROJ = "mmproj.gguf"
+_EXPERTS = re.compile(r"(blk\.\d+\.ffn_)(gate_up|gate|up|down)_exps\.weight")
 
 
 def has_gguf(model_dir: Path) -> bool:
@@ -75,7 +78,7 @@ class GgufCheckpoint:
         whole = _joined(parts)
         if source.order is not None:
             whole = ordered(whole, source.order)
-        if source.joined in ("batch", "taps"):
+        if source.joined in ("row", "batch", "taps"):
             return _plain(whole).view(self.entries[name].shape)
         if source.value == "x":
             return whole
@@ -88,7 +91,8 @@ class GgufCheckpoint:
         self._files.append(file)
         if twice := header.tensors.keys() & self._tensors.keys():
             raise CheckpointError(f"these tensors are in two of the GGUF files: {list_names(twice)}")
-        self._tensors |= {name: (file, tensor) for name, tensor in header.tensors.items()}
+        tensors = (part for tensor in header.tensors.values() for part in _experts_of(tensor))
+        self._tensors |= {tensor.name: (file, tensor) for tensor in tensors}
         return header
 
     def _entry(self, source: Source) -> StoredTensor:
@@ -102,8 +106,8 @@ class GgufCheckpoint:
                 wrong += (f"{parts[0].name} has {count} {what}, which its heads cannot share",)
         if source.joined == "frames":
             return StoredTensor((*first[:2], len(parts), *first[2:]), nbytes, misshaped=wrong)
-        if source.joined == "batch":
-            return StoredTensor((*[1] * (3 - len(first)), *first), nbytes)
+        if source.joined in ("row", "batch"):
+            return StoredTensor((*[1] * ((2 if source.joined == "row" else 3) - len(first)), *first), nbytes)
         if source.joined == "taps":
             return StoredTensor((*first[:-1], 1, first[-1]), nbytes, misshaped=wrong)
         return StoredTensor((sum(part.shape[0] for part in parts), *rest), nbytes, misshaped=wrong)
@@ -121,6 +125,22 @@ class GgufCheckpoint:
                 raise CheckpointError(f"the GGUF file ended while tensor {name} was read; it is truncated")
             done += count
         return decoded(data, tensor.type, tensor.shape)
+
+
+def _experts_of(tensor: GgufTensor) -> Iterator[GgufTensor]:
+    """Cuts a tensor that holds all experts of a layer, [E, rows, columns], into theirs: ffn_up_exps.weight into
+    ffn_up_exps.0.weight and so on, and ffn_gate_up_exps.weight, gate first, into those of gate and up. Yields others
+    as they are."""
+    match = _EXPERTS.fullmatch(tensor.name)
+    if match is None or len(tensor.shape) != 3:
+        yield tensor
+        return
+    names = ("gate", "up") if match[2] == "gate_up" else (match[2],)
+    shape, size = (tensor.shape[1] // len(names), tensor.shape[2]), tensor.nbytes // (tensor.shape[0] * len(names))
+    for index in range(tensor.shape[0] * len(names)):
+        expert, part = divmod(index, len(names))
+        begin = tensor.begin + index * size
+        yield GgufTensor(f"{match[1]}{names[part]}_exps.{expert}.weight", tensor.type, shape, begin, begin + size)
 
 
 def _joined(parts: list[Tensor | QuantizedWeight]) -> Tensor | QuantizedWeight:

@@ -13,9 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 Shape = tuple[int, ...]
-Joined = Literal["alone", "rows", "frames", "batch", "taps"]
+Joined = Literal["alone", "rows", "frames", "row", "batch", "taps"]
 
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"ffn_(gate|up|down)_exps\.(\d+)\.weight")
 _TOWER_LAYER = re.compile(r"v\.blk\.(\d+)\.([a-z0-9_]+)\.(weight|bias)")
 _QKV = ("attn_q", "attn_k", "attn_v")
 
@@ -28,6 +29,8 @@ _TEXT_LAYER = {
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+    **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+    **{"ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
 }
 _HYBRID_LAYER = {  # whole names where ours end in neither .weight nor .bias
     "post_attention_norm": "post_attention_layernorm",
@@ -107,7 +110,7 @@ _TOWERS = {
         "attn.qkv",
     ),
     **dict.fromkeys(
-        ("qwen3_vl", "qwen3_5"),
+        ("qwen3_vl", "qwen3_5", "qwen3_vl_moe", "qwen3_5_moe"),
         _Tower(
             {
                 "v.patch_embd": "visual.patch_embed.proj",
@@ -142,8 +145,8 @@ class Order(NamedTuple):
 
 class Source(NamedTuple):
     """Sources of a canonical tensor. `joined`: "rows" stacks parts by rows; "frames" makes a 3-D kernel of 2-D ones;
-    "batch" prepends dimensions of 1 up to three; "taps" inserts one before the last. `value`: function of a stored
-    number x, "x - 1" or "log -x"."""
+    "row" and "batch" prepend dimensions of 1 up to two and three; "taps" inserts one before the last. `value`: function
+    of a stored number x, "x - 1" or "log -x"."""
 
     parts: tuple[str, ...]
     joined: Joined = "alone"
@@ -187,10 +190,14 @@ def _of_text(name: str, decoder: Decoder) -> tuple[str, Source]:
     layer = _LAYER.fullmatch(name)
     if layer is not None and int(layer[1]) >= decoder.num_layers:
         return f"mtp.{name}", Source((name,))
+    if layer is not None and (expert := _EXPERT.fullmatch(layer[2])) is not None:
+        return f"model.layers.{layer[1]}.mlp.experts.{expert[2]}.{expert[1]}_proj.weight", Source((name,))
     new = _renamed(_TEXT_LAYER | (_HYBRID_LAYER if decoder.delta else {}), layer[2]) if layer else None
     if layer is None or new is None:
         return name, Source((name,))
     source, part = Source((name,)), layer[2].partition(".")[0]
+    if part == "ffn_gate_inp_shexp":
+        source = source._replace(joined="row")
     if decoder.delta:
         source = _of_delta(source, part, *decoder.delta)
     elif decoder.heads and part in ("attn_q", "attn_k"):

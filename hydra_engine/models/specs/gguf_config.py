@@ -24,20 +24,28 @@ _TEXT_ALONE = {  # architecture -> model_type without pictures, with which posit
     "qwen2vl": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3vl": ("qwen3", "Qwen3ForCausalLM"),
     "qwen35": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
+    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "qwen3vlmoe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "qwen35moe": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
 }
+_HYBRID = ("qwen35", "qwen35moe")
 _WITH_PICTURES = {  # architecture and projector -> model_type
     ("llama", "mlp"): "llava",
     ("qwen2vl", "qwen2vl_merger"): "qwen2_vl",
     ("qwen2vl", "qwen2.5vl_merger"): "qwen2_5_vl",
     ("qwen3vl", "qwen3vl_merger"): "qwen3_vl",
     ("qwen35", "qwen3vl_merger"): "qwen3_5",
+    ("qwen3vlmoe", "qwen3vl_merger"): "qwen3_vl_moe",
+    ("qwen35moe", "qwen3vl_merger"): "qwen3_5_moe",
     ("qwen2", "internvl"): "internvl",
     ("qwen3", "internvl"): "internvl",
+    ("qwen3moe", "internvl"): "internvl",
 }
 _TEXT_TYPES = {  # where it is not that of the text model alone
     "qwen2_vl": "qwen2_vl_text",
     "qwen2_5_vl": "qwen2_5_vl_text",
     "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
 }
 _ARCHITECTURES = {
     "llava": "LlavaForConditionalGeneration",
@@ -46,6 +54,8 @@ _ARCHITECTURES = {
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
 }
 PICTURE_TOKENS = ("<|image_pad|>", "<image>")
 _TILE_TOKENS = ("<IMG_CONTEXT>",)  # InternVL's, whose vocabularies have Qwen's besides
@@ -56,14 +66,22 @@ CONTROL = 3  # of tokenizer.ggml.token_type
 _PROJECTORS = ("clip.projector_type", "clip.vision.projector_type")  # the second in files of several modalities
 UNREAD = "gguf_unread"  # of config.json: names of unknown settings
 # Settings of an architecture that change nothing in what it computes.
-_LABELS = {"vocab_size", "tensor_data_layout", "n_deepstack_layers", "attention.layer_norm_epsilon"}
+_LABELS = {
+    "vocab_size",
+    "feed_forward_length",
+    "tensor_data_layout",
+    "n_deepstack_layers",
+    "attention.layer_norm_epsilon",
+}
 # Settings that change what a layer computes, and the values with which they do not.
 _NEUTRAL: dict[str, tuple[float, ...]] = {
     **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale"), (0, 1)),
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping"), (0,)),
     **dict.fromkeys(("attention.clamp_kqv", "attention.max_alibi_bias", "attention.kv_lora_rank"), (0,)),
     **dict.fromkeys(("attention.temperature_scale", "attention.temperature_length", "use_parallel_residual"), (0,)),
-    **dict.fromkeys(("attention.output_scale", "attention.shared_kv_layers", "expert_count"), (0,)),
+    **dict.fromkeys(("attention.output_scale", "attention.shared_kv_layers"), (0,)),
+    **dict.fromkeys(("expert_group_count", "expert_group_used_count", "expert_weights_scale"), (0, 1)),
+    "expert_gating_func": (0, 1),  # softmax
     "attention.causal": (1,),
 }
 # Types of tensors that stay quantised: bits, inputs of a group, bytes of its scale and offset as they are kept, with
@@ -117,7 +135,7 @@ def describe(text: GgufHeader, mmproj: GgufHeader | None, rope_factors: tuple[fl
 
 def _quantization(tensors: Iterable[GgufTensor]) -> dict[str, Any]:
     """Returns the quantization_config of the layers' matrices; empty if none is quantised."""
-    matrices = [tensor for tensor in tensors if tensor.name.startswith("blk.") and len(tensor.shape) == 2]
+    matrices = [tensor for tensor in tensors if tensor.name.startswith("blk.") and len(tensor.shape) > 1]
     forms = {tensor.type.name: _QUANTIZED[tensor.type.name] for tensor in matrices if tensor.type.name in _QUANTIZED}
     if not forms:
         return {}
@@ -185,8 +203,6 @@ def _language(header: GgufHeader, architecture: str, rope_factors: tuple[float, 
     def named(name: str) -> str:
         return f"{architecture}.{name}"
 
-    if settings.get(named("expert_count")):
-        raise CheckpointError(f"{header.path.name} is a mixture of experts, which is not supported")
     for name, neutral in _NEUTRAL.items():
         if settings.get(named(name)) not in (None, *neutral):
             raise settings.wrong_value(named(name), " or ".join(f"{value:g}" for value in neutral))
@@ -195,7 +211,7 @@ def _language(header: GgufHeader, architecture: str, rope_factors: tuple[float, 
         raise CheckpointError(f"{header.path.name} has no matrix token_embd.weight")
     hidden, heads = settings.integer(named("embedding_length")), settings.integer(named("attention.head_count"))
     head_dim = settings.integer(named("attention.key_length"), hidden // heads or 1)
-    turning, hybrid = settings.integer(named("rope.dimension_count"), head_dim), architecture == "qwen35"
+    turning, hybrid = settings.integer(named("rope.dimension_count"), head_dim), architecture in _HYBRID
     if settings.integer(named("attention.value_length"), head_dim) != head_dim:
         raise settings.wrong_value(named("attention.value_length"), f"{head_dim}, the size of a key")
     if turning != head_dim and not hybrid:
@@ -212,7 +228,6 @@ def _language(header: GgufHeader, architecture: str, rope_factors: tuple[float, 
     return {
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
-        "intermediate_size": settings.integer(named("feed_forward_length")),
         "num_hidden_layers": num_hidden,
         "num_attention_heads": heads,
         "num_key_value_heads": settings.integer(named("attention.head_count_kv"), heads),
@@ -224,6 +239,35 @@ def _language(header: GgufHeader, architecture: str, rope_factors: tuple[float, 
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "dtype": _dtype(header),
         **(_delta_nets(settings, architecture, num_hidden) if hybrid else {}),
+        **_inner_sizes(header, architecture, num_hidden),
+    }
+
+
+def _inner_sizes(header: GgufHeader, architecture: str, num_layers: int) -> dict[str, Any]:
+    """Returns the sizes of the MLPs. Tensors tell which layers are mixtures of experts."""
+    settings = header.settings
+
+    def named(name: str) -> str:
+        return f"{architecture}.{name}"
+
+    num_experts = settings.integer(named("expert_count"), 0, at_least=0)
+    if not architecture.endswith("moe"):
+        if num_experts:
+            raise CheckpointError(
+                f"{header.path.name} is a mixture of experts of architecture {architecture}; supported are "
+                f"{', '.join(name for name in _TEXT_ALONE if name.endswith('moe'))}"
+            )
+        return {"intermediate_size": settings.integer(named("feed_forward_length"))}
+    dense = [index for index in range(num_layers) if f"blk.{index}.ffn_gate_inp.weight" not in header.tensors]
+    inner = {"intermediate_size": settings.integer(named("feed_forward_length"))} if dense else {}
+    # Files do not say how weights are divided, but for few; llama.cpp divides them by their sum.
+    return inner | {
+        "num_experts": num_experts,
+        "num_experts_per_tok": settings.integer(named("expert_used_count")),
+        "moe_intermediate_size": settings.integer(named("expert_feed_forward_length")),
+        "shared_expert_intermediate_size": settings.integer(named("expert_shared_feed_forward_length"), 0, at_least=0),
+        "norm_topk_prob": settings.flag(named("expert_weights_norm"), True),
+        "mlp_only_layers": dense,
     }
 
 
@@ -396,6 +440,8 @@ _PICTURE_PIXELS = {
     "qwen2_5_vl": (56 * 56, 3584 * 3584),
     "qwen3_vl": (1 << 16, 1 << 24),
     "qwen3_5": (1 << 16, 1 << 24),
+    "qwen3_vl_moe": (1 << 16, 1 << 24),
+    "qwen3_5_moe": (1 << 16, 1 << 24),
 }
 _LAST = ("mm.2.weight", "mm.model.mlp.3.weight")  # of the projector
 

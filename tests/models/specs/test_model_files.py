@@ -275,7 +275,10 @@ def test_the_first_towers_of_llava_do_not_name_their_projector(folder: Path, nam
     [
         ({"general.architecture": (STRING, "mamba")}, "is of architecture 'mamba'; supported are llama, qwen2"),
         ({"general.architecture": (STRING, "clip")}, "give the text model as MODEL and this file with --mmproj"),
-        ({"llama.expert_count": (UINT32, 8)}, "is a mixture of experts, which is not supported"),
+        (
+            {"llama.expert_count": (UINT32, 8)},
+            "is a mixture of experts of architecture llama; supported are qwen3moe, ",
+        ),
         ({"llama.context_length": (STRING, "x")}, "llama.context_length in model.gguf must be a whole number"),
         ({"llama.block_count": (UINT32, 2**31)}, "has no blk.2147483647.attn_norm.weight, but llama.block_count is"),
         ({"llama.attention.head_count": (UINT32, 0)}, "llama.attention.head_count in model.gguf must be"),
