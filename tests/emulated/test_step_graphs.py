@@ -156,7 +156,7 @@ def assert_graphs(steps: Steps) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
 def test_every_decoder_computes_prompts_in_graphs(on_device: Rigs, models: Models, steps: Steps, family: str) -> None:
     rig, made = on_device(family, **SMALL | {"num_seq_slots": 12}), texts(10)
     for request in made:
