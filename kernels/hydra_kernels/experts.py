@@ -344,14 +344,14 @@ def grouped_experts(
     down: Matrices,
     act: str,
     *,
-    invariant: bool = False,
+    many: bool | None = None,
 ) -> Tensor:
     """Returns `Ops.experts`, new contiguous [T, C] of x's dtype.
 
     x: [T, C] of a float type, rows at any stride; chosen: [T, K] int32 and weights: [T, K] float32, contiguous;
     gate_up: of [2 * F, C]; down: of [C, F]; tensors are contiguous and of x's dtype. Numbers outside of 0 to E - 1 are
-    skipped. A row of the result depends on that row of x, chosen and weights, and, unless `invariant`, on whether there
-    are few pairs for each expert.
+    skipped. many: takes tiles of many rows, or of few; None: by the number of pairs. A row of the result depends on
+    that row of x, chosen and weights, and on the tiles.
     """
     num_experts, width, inner = _checked(x, chosen, weights, gate_up, down, act)
     rows, count = chosen.shape
@@ -364,7 +364,8 @@ def grouped_experts(
     numbers = torch.empty(pairs + num_experts, dtype=torch.int32, device=x.device)
     order, counts = numbers[:pairs], numbers[pairs:]
     _sort_launches()(_sort_kernel, (num_experts, 1, 1), chosen, order, counts, pairs)
-    many = invariant or pairs >= _MANY_PAIRS * num_experts
+    if many is None:
+        many = pairs >= _MANY_PAIRS * num_experts
     inside = x.new_empty((pairs, 2 * inner))
     _multiply(x, gate_up, (order, counts, inside), count, many=many)
     outputs = torch.empty((pairs, width), dtype=torch.float32, device=x.device)

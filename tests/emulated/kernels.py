@@ -182,7 +182,7 @@ def _experts(
     down: Matrices,
     act: Any,
     *,
-    invariant: bool = False,
+    many: bool | None = None,
 ) -> Tensor:
     """Multiplies with the dequantised weights in float32."""
     packed = OPS.pack_experts(*([*map(_float_matrix, _matrices_of(part))] for part in (gate_up, down)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hydra_engine.backend.base import PagedCache
+from hydra_engine.backend.base import PagedCache, Routes
 from hydra_engine.backend.cuda.cache import CudaCacheOps
 from hydra_engine.backend.quantized import quantized
 from hydra_engine.backend.select import create_backend
@@ -86,3 +86,19 @@ def test_experts_are_captured_and_follow_the_routes_of_each_replay(streams: Stre
         assert all(torch.equal(found.cpu(), expected.cpu()) for found, expected in zip(results, step(), strict=True))
         assert results[-1].cpu().any()
     assert not streams.findings
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_first_use_of_experts_launches_what_later_steps_do(launches: list[Work], *, deterministic: bool) -> None:
+    """Few and many rows have kernels of their own, which a warm-up of few rows has to compile too."""
+    ops = create_backend("cuda", torch.bfloat16, threads=1, deterministic=deterministic).ops
+    weights = (
+        [torch.randn((32, 16), device=DEVICE).bfloat16()] * 2,
+        [torch.randn((16, 16), device=DEVICE).bfloat16()] * 2,
+    )
+    packed, x = ops.pack_experts(*weights), torch.randn((1, 16), device=DEVICE).bfloat16()
+    routes = Routes(torch.zeros((1, 1), dtype=torch.int32, device=DEVICE), torch.ones((1, 1), device=DEVICE))
+    for expected in (1 if deterministic else 3, 1):
+        launches.clear()
+        ops.experts(x, routes, packed, "silu")
+        assert len(launches) == expected

@@ -29,6 +29,7 @@ class CudaExperts:
         self.gate_up, self.down = _stacked(gate_up, rows), _stacked(down, rows)
         dtypes = [part.dtype for part in (self.gate_up, self.down) if isinstance(part, Tensor)]
         self.dtype = dtypes[0] if dtypes else None
+        self.has_been_used = False
 
     @property
     def nbytes(self) -> int:
@@ -59,8 +60,15 @@ def route(logits: Tensor, k: int, *, renormalise: bool, shared: Tensor | None = 
 
 
 def experts(x: Tensor, routes: Routes, experts: PackedExperts, act: Activation, *, deterministic: bool) -> Tensor:
-    """Implements `Ops.experts`. deterministic: a row's result does not depend on the number of rows."""
+    """Implements `Ops.experts`. deterministic: a row's result does not depend on the number of rows. Else the first use
+    also launches the kernels for few and for many rows, so that a warm-up compiles both."""
     assert isinstance(experts, CudaExperts)
     checks.check_experts(x, routes, experts, experts.dtype or x.dtype)
-    matrices = experts.gate_up, experts.down
-    return grouped_experts(x, *routes, *matrices, act, invariant=deterministic)
+    given = x, *routes, experts.gate_up, experts.down, act
+    if deterministic:
+        return grouped_experts(*given, many=True)
+    if not experts.has_been_used:
+        experts.has_been_used = True
+        for many in (False, True):
+            grouped_experts(*given, many=many)
+    return grouped_experts(*given)

@@ -74,14 +74,14 @@ def expected_of(
 
 @pytest.mark.quick("True-torch.bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("invariant", [False, True])
-def test_experts(dtype: torch.dtype, *, invariant: bool) -> None:
+@pytest.mark.parametrize("many", [False, True])
+def test_experts(dtype: torch.dtype, *, many: bool) -> None:
     gate_up, down = floats(dtype)
     for rows, k in ((1, 2), (31, 2)):
         x, (chosen, weights) = strided(random(rows, WIDTH).to(dtype)), routes_of(rows, k)
         stacks = torch.stack(gate_up), torch.stack(down)
         stacks[0][3], stacks[1][3] = float("nan"), float("nan")
-        result = grouped_experts(x, chosen, weights, *stacks, "silu", invariant=invariant)
+        result = grouped_experts(x, chosen, weights, *stacks, "silu", many=many)
         expected = expected_of(x, chosen, weights, gate_up, down, dtype)
         assert result.is_contiguous() and not result[rows // 2].any()
         assert_close(result, expected, ulps=8, atol=float(expected.abs().max()) * 4 * torch.finfo(dtype).eps)
@@ -105,10 +105,10 @@ def test_quantised_experts(num_bits: int, group_size: int, *, offsets: bool) -> 
 def test_a_row_has_the_same_bits_in_every_step() -> None:
     (gate_up, down), x = floats(torch.float32), random(33, WIDTH)
     stacks, (chosen, weights) = (torch.stack(gate_up), torch.stack(down)), routes_of(33, 2)
-    for invariant, most in ((True, 33), (False, 9)):
-        full = grouped_experts(x[:most], chosen[:most], weights[:most], *stacks, "gelu", invariant=invariant)
+    for many, most in ((True, 33), (None, 9)):
+        full = grouped_experts(x[:most], chosen[:most], weights[:most], *stacks, "gelu", many=many)
         for rows in (slice(0, 1), slice(7, 9)):
-            part = grouped_experts(x[rows], chosen[rows], weights[rows], *stacks, "gelu", invariant=invariant)
+            part = grouped_experts(x[rows], chosen[rows], weights[rows], *stacks, "gelu", many=many)
             assert torch.equal(part, full[rows])
 
 
