@@ -172,6 +172,8 @@ def _ropes(parameters: Any) -> list[dict[str, Any]]:
 
 def _number(text: Any, name: str) -> int:
     value = getattr(text, name, None)
+    if value is None:
+        raise CheckpointError(f"config.json describes no decoder of text: {name} is missing")
     if type(value) is not int or value < 1:
         raise CheckpointError(f"{name} of the text config must be a whole number from 1, not {str(value)[:40]!r}")
     return value
@@ -232,6 +234,10 @@ def _vision(
     expansions = _expansions(processor)
     if missing := [name for name in required if name not in expansions[0].arrays]:
         raise CheckpointError(f"the model's processor gives no {' and no '.join(missing)}, which the tower needs")
+    if not processor.joins_pictures([probe_picture()]):
+        raise CheckpointError(
+            "the model's processor changes the text that follows a picture, and the engine processes the two separately"
+        )
     whole = processor.image_attends_to_itself(probe_picture())
     if whole and any(num_runs(expansion.token_ids, image_token_id) > 1 for expansion in expansions):
         raise CheckpointError("pictures that are cut and see themselves are not supported: set do_pan_and_scan false")

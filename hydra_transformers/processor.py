@@ -24,6 +24,7 @@ from transformers.utils import import_utils
 from hydra_engine.errors import CheckpointError, InvalidImage
 from hydra_engine.models.specs.base import ProcessorSpec
 from hydra_engine.models.specs.fields import Fields, read_json_if_present
+from hydra_engine.models.specs.vision import NO_PROCESSOR
 from hydra_transformers.classes import load_config, model_class
 from hydra_transformers.rope import RopeIndex, Span, find_rope_index, grid_of, positions_on, true_positions
 from hydra_transformers.spec import PROCESSOR_ERRORS, describe_error
@@ -33,7 +34,8 @@ TokenTypes = dict[int, int]  # by token id
 
 _FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 _TORCH_INDEX = "https://download.pytorch.org/whl"  # of builds for one kind of hardware
-_BEHIND = (" one", " two", " three")  # texts after the pictures of one prompt
+# Texts after the last pictures of one prompt: between words, and side by side with a word that follows at once.
+_BEHIND = ((" one", " two", " three"), ("", "", "three"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,9 @@ class PictureProcessor:
         self._rope_index = rope_index
         self._processor = load_processor(model_dir, model_type, trust_remote_code=trust_remote_code)
         self._tokenizer = self._processor.tokenizer
-        image_token = getattr(self._processor, "image_token", None)
+        # A few have another token for a picture in a prompt than for its features.
+        names = ("image_placeholder_token", "image_token")
+        image_token = next(filter(None, (getattr(self._processor, name, None) for name in names)), None)
         self.placeholder = str(image_token or self._tokenizer.convert_ids_to_tokens(image_token_id))
         placeholder_id = self._tokenizer.convert_tokens_to_ids(self.placeholder)
         if placeholder_id is None or placeholder_id == self._tokenizer.unk_token_id:
@@ -157,7 +161,10 @@ class PictureProcessor:
     def joins_pictures(self, images: Sequence[Image.Image]) -> bool:
         """True if several pictures in one prompt give the same text, positions and tower arrays as each alone."""
         expansions = [self.expand(image) for image in images]
-        pictures = list(zip(images, _BEHIND, strict=False))
+        texts = (behind[-len(images) :] for behind in _BEHIND)
+        return all(self._joins(expansions, list(zip(images, behind, strict=True))) for behind in texts)
+
+    def _joins(self, expansions: Sequence[Expansion], pictures: Sequence[tuple[Image.Image, str]]) -> bool:
         try:
             outputs = self.outputs(*pictures)
         except CheckpointError:  # it takes one
@@ -175,7 +182,8 @@ class PictureProcessor:
                 expected.append(id)
         if outputs["input_ids"][0].tolist() != expected:
             return False
-        positions = self._positions(outputs)
+        # Chat templates put marks around pictures; side by side without them they are no prompt that a model can count.
+        positions = self._positions(outputs) if all(behind for _, behind in pictures) else None
         grids = [found.grid for found in expansions]
         if positions is not None and not torch.equal(positions_on(spans, grids, len(expected))[0], positions):
             return False
@@ -251,17 +259,26 @@ def _is_joined(together: Any, alone: Sequence[Array]) -> bool:
 
 def load_processor(model_dir: Path, model_type: str, *, trust_remote_code: bool) -> Any:
     """Loads transformers' processor for pictures and text. Raises CheckpointError if it cannot be loaded."""
+    if not trust_remote_code and all(read_json_if_present(model_dir, name) is None for name in _FILES[:2]):
+        raise CheckpointError(NO_PROCESSOR)
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+    kind: Any = transformers.AutoProcessor
     try:
         if not trust_remote_code and not import_utils.is_torchvision_available():
             processor_class = _class_of(model_dir, model_type)
             if processor_class is not None and "video_processor" in processor_class.get_attributes():
-                return _pictures_only(processor_class).from_pretrained(str(model_dir), **options)
-        return transformers.AutoProcessor.from_pretrained(str(model_dir), **options)
+                kind = _pictures_only(processor_class)
+        processor = kind.from_pretrained(str(model_dir), **options)
     except PROCESSOR_ERRORS as error:
         is_missing = "torchvision" in str(error).lower() and not import_utils.is_torchvision_available()
         reason = _torchvision_is_missing() if is_missing else describe_error(error)
         raise CheckpointError(f"transformers cannot load the model's processor: {reason}") from error
+    if not isinstance(processor, transformers.ProcessorMixin):
+        raise CheckpointError(
+            f"transformers finds a {type(processor).__name__} in the model directory and no processor for pictures and "
+            "text; use the processor_config.json that came with the model"
+        )
+    return processor
 
 
 def _torchvision_is_missing() -> str:
@@ -282,18 +299,26 @@ def _class_of(model_dir: Path, model_type: str) -> Any:
     return transformers.PROCESSOR_MAPPING.get(configs[model_type], None) if model_type in configs else None
 
 
+class _WithoutVideos(transformers.ProcessorMixin):
+    """Stands between a processor and its base, which counts the parts that it is given."""
+
+    def __init__(self, *parts: Any, **kwargs: Any) -> None:
+        super().__init__(*(part for part in parts if part is not None), **kwargs)
+
+
 def _pictures_only(processor: Any) -> Any:
     """Derives a class without the video processor, which needs torchvision and is not used for pictures."""
+    names = processor.get_attributes()
 
-    class PicturesOnly(processor):
+    class PicturesOnly(processor, _WithoutVideos):
         @classmethod
         def get_attributes(cls) -> list[str]:
-            return [name for name in processor.get_attributes() if name != "video_processor"]
+            return [name for name in names if name != "video_processor"]
 
         @classmethod
-        def get_processor_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-            values, others = super().get_processor_dict(*args, **kwargs)
-            return values | {"video_processor": None}, others
+        def from_args_and_dict(cls, args: Sequence[Any], *others: Any, **kwargs: Any) -> Any:
+            place = names.index("video_processor")
+            return super().from_args_and_dict([*args[:place], None, *args[place:]], *others, **kwargs)
 
     PicturesOnly.__name__ = processor.__name__  # transformers makes exceptions by name
     return PicturesOnly

@@ -199,6 +199,18 @@ def test_pictures_that_change_beside_others_are_taken_alone(
     assert not processor_of(directory).joins_pictures([probe_picture(), probe_picture((80, 40))])
 
 
+def test_pictures_that_a_processor_parts_where_nothing_stands_between_come_one_a_request(
+    copied: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, directory = transformers.LlavaProcessor.__call__, copied("llava")
+
+    def parted(processor: Any, *, text: list[str], **more: Any) -> Any:
+        return call(processor, text=[each.replace("<image><image>", "<image> <image>") for each in text], **more)
+
+    monkeypatch.setattr(transformers.LlavaProcessor, "__call__", parted)
+    assert not processor_of(directory).joins_pictures([probe_picture(), probe_picture((80, 40))])
+
+
 def processor_of(directory: Path) -> PictureProcessor:
     spec = load_spec(directory, GENERIC)
     assert spec.processor is not None

@@ -18,6 +18,7 @@ from hydra_engine.models.specs.fields import ELSEWHERE, MAX_LAYERS, Fields
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # PIL's numbers
+NO_PROCESSOR = "the model directory has neither processor_config.json nor preprocessor_config.json"
 HALF = (0.5, 0.5, 0.5)
 Colour = tuple[float, float, float]  # red, green, blue
 
@@ -171,7 +172,7 @@ def check_patches(tower: Fields, image_size: int, patch_size: int) -> None:
 
 def processor_settings(images: Fields | None) -> Fields:
     if images is None:
-        raise CheckpointError("the model directory has neither processor_config.json nor preprocessor_config.json")
+        raise CheckpointError(NO_PROCESSOR)
     if not images.flag("do_resize", True):
         raise CheckpointError(f"do_resize false in {images.where} is not supported{ELSEWHERE}")
     return images
