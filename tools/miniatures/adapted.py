@@ -15,12 +15,14 @@ from transformers.models.aria.image_processing_pil_aria import AriaImageProcesso
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import DeepseekOcr2ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.granite_docling.image_processing_pil_granite_docling import GraniteDoclingImageProcessorPil
 from transformers.models.idefics2.image_processing_pil_idefics2 import Idefics2ImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.video_llama_3.image_processing_pil_video_llama_3 import VideoLlama3ImageProcessorPil
+from transformers.models.video_llava.image_processing_video_llava import VideoLlavaImageProcessor
 
 from tools.miniatures.base import (
     BOS_ID,
@@ -281,6 +283,70 @@ LLAVA_NEXT_VIDEO = _family(
     marks=("<video>",),
 )
 
+VIDEO_LLAVA = _family(
+    "video_llava",
+    decoder={"model_type": "llama"},
+    tower=_CLIP,
+    top={"image_token_index": IMAGE_ID, "video_token_index": TINY_VOCABULARY},
+    processor="VideoLlavaProcessor",
+    fields=lambda _: {
+        "image_processor": VideoLlavaImageProcessor(size={"shortest_edge": _SIDE}, crop_size=_TILE),
+        **_ANY_SIZE,
+    },
+    marks=("<video>",),
+)
+
+GRANITE4_VISION = _family(
+    "granite4_vision",
+    decoder={"num_hidden_layers": 4},
+    tower={**_SIGLIP, "hidden_size": 64, "image_size": 56},  # its resampler has heads of 64
+    top={
+        "image_token_index": IMAGE_ID,
+        "image_grid_pinpoints": [[56, 112], [112, 56], [112, 112]],
+        "vision_feature_select_strategy": "full",
+        "downsample_rate": "1/2",
+        "deepstack_layer_map": [[1, 0], [2, 1]],
+        "spatial_vision_layer": -1,
+        "spatial_target_layers": [2, 2, 3, 3],
+        "qformer_config": {
+            "model_type": "blip_2_qformer",
+            "intermediate_size": 80,
+            "num_hidden_layers": 1,
+            "cross_attention_frequency": 1,
+            "use_qformer_text_input": False,
+        },
+    },
+    processor="Granite4VisionProcessor",
+    fields=lambda _: {
+        "image_processor": LlavaNextImageProcessorPil(
+            size={"shortest_edge": 56},
+            crop_size={"height": 56, "width": 56},
+            image_grid_pinpoints=[[56, 112], [112, 56], [112, 112]],
+        ),
+        "patch_size": 7,
+        "vision_feature_select_strategy": "full",
+        "downsample_rate": "1/2",
+    },
+)
+
+_DOCLING = (
+    "<fake_token_around_image>",
+    "<global-img>",
+    *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
+)
+GRANITE_DOCLING = _family(
+    "granite_docling",
+    decoder={"num_hidden_layers": 4},
+    tower={**_VISION, "out_hidden_size": 64, "scale_factor": 2, "deepstack_visual_indexes": [0, 1]},
+    top={"image_token_id": IMAGE_ID},
+    processor="GraniteDoclingProcessor",
+    fields=lambda _: {
+        "image_processor": GraniteDoclingImageProcessorPil(size=_TILE, max_patches=6),
+        "image_seq_len": 4,
+    },
+    marks=_DOCLING,
+)
+
 _FAKE = ("<fake_token_around_image>", "<end_of_utterance>")
 IDEFICS2 = _family(
     "idefics2",
@@ -331,6 +397,9 @@ ADAPTED = {
     "deepseek_ocr2": DEEPSEEK_OCR2,
     "qianfan_ocr": QIANFAN_OCR,
     "vipllava": VIPLLAVA,
+    "video_llava": VIDEO_LLAVA,
+    "granite4_vision": GRANITE4_VISION,
+    "granite_docling": GRANITE_DOCLING,
     "llava_next_video": LLAVA_NEXT_VIDEO,
     "idefics2": IDEFICS2,
     "aria": ARIA,
