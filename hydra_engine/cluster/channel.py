@@ -23,11 +23,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Protocol, TypeVar
 
 import msgspec
 
 from hydra_engine import log
+from hydra_engine.cluster.known_pixels import KnownPixels
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import Role, role_of
@@ -60,6 +62,10 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     incarnation: int = 0
     neighbours: tuple[str, ...] = ()  # names of all instances on the same device, which divide its memory among them
     has_peers: bool = False  # caches lie in memory that other instances can map
+
+    def known_pixels(self) -> KnownPixels:
+        """Returns what one end of this channel keeps: a quarter of the frontend's cache of pixels."""
+        return KnownPixels(self.config.media.pixel_cache_mib << 18)
 
     @property
     def context(self) -> InstanceContext:
@@ -113,8 +119,16 @@ def encode_frames(messages: Iterable[object], max_bytes: int = MAX_FRAME_BYTES) 
     return frames
 
 
-def encode_to_instance(messages: Iterable[ToInstance]) -> bytearray:
-    return encode_frames(_joined(messages))
+def encode_to_instance(messages: Iterable[ToInstance], known: KnownPixels | None = None) -> bytearray:
+    """Encodes messages for `messages_to_instance`, without the pixels that the other end knows."""
+    joined = _joined(messages)
+    return encode_frames(joined if known is None else map(partial(_shortened, known), joined))
+
+
+def _shortened(known: KnownPixels, message: ToInstance | Alike) -> ToInstance | Alike:
+    if isinstance(message, Alike):
+        return msgspec.structs.replace(message, first=known.shorten(message.first))
+    return known.shorten(message)
 
 
 def _joined(messages: Iterable[ToInstance]) -> Iterator[ToInstance | Alike]:
@@ -175,14 +189,18 @@ def decode_to_instance(body: bytes | memoryview) -> Start | Alike | ToInstance:
     return message
 
 
-def messages_to_instance(bodies: Iterable[bytes]) -> list[ToInstance]:
-    """Decodes the messages of `encode_to_instance`; skips `Start`."""
+def messages_to_instance(bodies: Iterable[bytes], known: KnownPixels | None = None) -> list[ToInstance]:
+    """Decodes the messages of `encode_to_instance`; skips `Start`. Raises WireError, also if `known` lacks pixels."""
+    known = known or KnownPixels(0)
     messages: list[ToInstance] = []
     for message in map(decode_to_instance, bodies):
-        if isinstance(message, Alike):
-            messages += message.expand()
-        elif not isinstance(message, Start):
-            messages.append(message)
+        try:
+            if isinstance(message, Alike):
+                messages += msgspec.structs.replace(message, first=known.complete(message.first)).expand()
+            elif not isinstance(message, Start):
+                messages.append(known.complete(message))
+        except KeyError as error:
+            raise WireError("a request comes without pixels that were not sent before") from error
     return messages
 
 
@@ -368,6 +386,7 @@ class FrontendSocket(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._reader = FrameReader()
+        self._known_pixels: KnownPixels | None = None
         self._transport: asyncio.Transport | None = None
         self._on_messages: OnMessages | None = None
         self._on_closed: OnClosed | None = None
@@ -401,10 +420,13 @@ class FrontendSocket(asyncio.Protocol):
             self._on_closed()
 
     def send_start(self, start: Start) -> None:
+        self._known_pixels = start.known_pixels()
         self._write(encode_frames([start]))
 
     def send(self, messages: Sequence[ToInstance]) -> None:
-        self._write(encode_to_instance(messages))
+        known, self._known_pixels = self._known_pixels, None  # nothing is left out any more if this raises
+        self._write(encode_to_instance(messages, known))
+        self._known_pixels = known
 
     def _write(self, data: bytearray) -> None:
         if self._transport is not None:
@@ -427,6 +449,7 @@ class InstanceSocket(_Inbox):
         self._sock = sock
         self._sock.setblocking(True)
         self._reader = FrameReader()
+        self._known_pixels: KnownPixels | None = None
         self._closing = False
 
     def receive_start(self) -> Start:
@@ -440,6 +463,7 @@ class InstanceSocket(_Inbox):
                 message = decode_to_instance(body)
                 if not isinstance(message, Start):
                     raise WireError("the first frame must be Start")
+                self._known_pixels = message.known_pixels()
                 return message
 
     def start_reading(self) -> None:
@@ -456,7 +480,7 @@ class InstanceSocket(_Inbox):
                     os._exit(EXIT_ORPHANED)
                 return
             try:
-                messages = messages_to_instance(self._reader.read_frames(data))
+                messages = messages_to_instance(self._reader.read_frames(data), self._known_pixels)
             except WireError:
                 logger.exception("the frontend sent an unreadable frame")
                 log.last_words()

@@ -13,6 +13,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from hydra_engine import Engine
+from hydra_engine.cluster.channel import FrontendSocket
 from hydra_engine.core.outputs import Result
 from hydra_engine.errors import InvalidRequest, RequestAborted, RequestFailed
 from tests import faults
@@ -283,3 +284,21 @@ def test_cancelling_the_request_that_an_encode_was_for_harms_nobody_who_shares_i
         doomed.result(30)
     assert [other.result(60).token_ids for other in others] == [expected] * 2
     assert images_encoded(engine) == 1
+
+
+@pytest.mark.slow
+def test_a_picture_is_sent_once_to_a_process_and_encoded_again_from_there(
+    make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+    write = FrontendSocket._write
+    monkeypatch.setattr(FrontendSocket, "_write", lambda end, data: (sent.append(len(data)), write(end, data)))
+    engine = make_engine(processes=True, prefix_caching=False)
+    results = []
+    for _ in range(2):
+        sent.clear()
+        results.append((engine.generate("What is in this picture?", picture(1, 640, 480), **GREEDY), max(sent)))
+    (first, first_bytes), (second, second_bytes) = results
+    assert second.token_ids == first.token_ids and "encode" in stages(second)
+    assert second_bytes < first_bytes / 2
+    assert images_encoded(engine) == 2
