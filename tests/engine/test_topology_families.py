@@ -23,6 +23,8 @@ REQUESTS = mixture(10, tokens=8)
         ("qwen2_5_vl", {}),
         pytest.param("qwen3_vl", {"token_budget": 24}, marks=pytest.mark.slow),
         pytest.param("qwen3_5", {"topology": "E+PD"}, marks=pytest.mark.slow),
+        pytest.param("qwen3_vl_moe", {"quantization": "int4"}, marks=pytest.mark.slow),
+        pytest.param("qwen3_5_moe", {"topology": "E+PD", "dtype": "bfloat16"}, marks=pytest.mark.slow),
         pytest.param("llava_next", {}, marks=pytest.mark.slow),
         pytest.param("internvl", {"dtype": "bfloat16"}, marks=pytest.mark.slow),
     ],

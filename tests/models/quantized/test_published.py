@@ -34,6 +34,7 @@ SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8,
 DECODER = re.compile(r"layers\.\d+\.(self_attn|mlp)\.\w+_proj\.weight$")
 # Delta nets too, but for the projections with one output per head, as Qwen/Qwen3.5-27B-FP8 has it.
 HYBRID = re.compile(r"layers\.\d+\.((self_attn|mlp)\.\w+_proj|linear_attn\.(in_proj_(qkv|z)|out_proj))\.weight$")
+EXPERTS = re.compile(r"layers\.\d+\.mlp\.(experts\.\d+|shared_expert)\.\w+_proj\.weight$")
 TOWER_TOO = re.compile(r"(_proj|attn\.qkv|attn\.proj|mlp\.\d)\.weight$")
 WIDE = re.compile(r"layers\.\d+.*(v_proj|down_proj)\.weight$")
 HEAD = re.compile(r"lm_head\.weight$")
@@ -209,6 +210,25 @@ FURTHER = {
         ((re.compile(r"layers\.\d+\.mlp\.\w+_proj\.weight$"), BARE),),
         family="qwen3_5",
     ),
+    "Qwen3.5-MoE FP8": Layout(
+        FP8 | {"modules_to_not_convert": [*GATES, "model.language_model.layers.0.mlp.gate"]},
+        ((HYBRID, BLOCKS), (EXPERTS, BLOCKS)),
+        family="qwen3_5_moe",
+        shards=2,
+    ),
+    "Qwen3.5-MoE GPTQ-Int4": Layout(
+        GPTQMODEL | {"dynamic": {"-:.*visual.*": {}, "-:.*attn.*": {}, "-:.*shared_expert.*": {}, "-:.*mtp.*": {}}},
+        ((re.compile(r"layers\.\d+\.mlp\.experts\.\d+\.\w+_proj\.weight$"), BARE),),
+        family="qwen3_5_moe",
+    ),
+    "Qwen3.5-MoE AWQ": Layout(
+        AWQ | {"modules_to_not_convert": ["visual", "attn", "mlp.gate"]}, ((EXPERTS, AWQ_4),), family="qwen3_5_moe"
+    ),
+    "Qwen3.5-MoE W4A16": Layout(
+        compressed("pack-quantized", 4, ignore=["lm_head", "re:.*mlp.gate$", "re:.*visual.*"]),
+        ((EXPERTS, W4),),
+        family="qwen3_5_moe",
+    ),
     "Mistral's FP8": Layout(
         {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
         ((DECODER, with_parts(scaled(TENSOR, ()), activation_scale=torch.tensor(1.0))),),
@@ -346,10 +366,11 @@ def test_weights_under_another_name_are_told(checkpoint: CheckpointFactory, tmp_
 
 def plain(checkpoint: CheckpointFactory, family: str) -> Path:
     """A checkpoint with as many layers as DeepStack needs, and a head that can be cut into words."""
-    layers = {"qwen3_vl": 3, "qwen3_5": 4}.get(family, 1)
+    layers = {"qwen3_vl": 3, "qwen3_5": 4, "qwen3_5_moe": 4}.get(family, 1)
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
     text: dict[str, Any] = {**SIZES, "num_hidden_layers": layers, "vocab_size": 320}
     text |= {"rope_parameters": rope} if family.startswith("qwen2") else {}
+    text |= {"moe_intermediate_size": 128, "num_experts": 4} if family.endswith("moe") else {}
     return checkpoint(f"published-{family}", family, text=text)
 
 
