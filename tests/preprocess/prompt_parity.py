@@ -53,7 +53,7 @@ KINDS = ("text", "system", "turns", "a picture", "pictures", "videos", "tools", 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- prompts: written by `python -m tests.preprocess.prompt_parity --write` -->", "<!-- prompts: end -->"
 _PICTURES = {  # of processors that are put together here; AutoImageProcessor may ask for torchvision
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), Qwen2VLImageProcessorPil),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"), Qwen2VLImageProcessorPil),
     "minicpmv4_6": MiniCPMV4_6ImageProcessorPil,
     "smolvlm": SmolVLMImageProcessorPil,
 }

@@ -31,6 +31,7 @@ CORPUS = [
 _QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_QWEN35_SPLIT = _QWEN_SPLIT.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 _LLAMA3_SPLIT = _QWEN_SPLIT.replace(r"\p{N}|", r"\p{N}{1,3}|")
 _QWEN_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _QWEN_VISION = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
@@ -188,13 +189,13 @@ def _byte_level(
     return Files(file, _settings(file, tokenizer_class, **more))
 
 
-def _qwen2(extra: tuple[str, ...], **more: Any) -> Files:
+def _qwen2(extra: tuple[str, ...], *, split: str = _QWEN_SPLIT, thinks: bool = False, **more: Any) -> Files:
     return _byte_level(
         (*_QWEN_TOKENS, *extra),
         "Qwen2Tokenizer",
-        split=_QWEN_SPLIT,
+        split=split,
         normalizer={"type": "NFC"},
-        plain=("<tool_call>", "</tool_call>"),
+        plain=("<tool_call>", "</tool_call>", *(("<think>", "</think>") if thinks else ())),
         **{"bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "add_prefix_space": False}
         | more,
     )
@@ -251,6 +252,8 @@ def tokenizer_files(kind: str, extra: tuple[str, ...] = (), **more: Any) -> File
             return _llama(("[INST]", "[/INST]", *extra), legacy=True, **words | more)
         case "qwen2":
             return _qwen2(extra, **more)
+        case "qwen3.5":
+            return _qwen2(extra, split=_QWEN35_SPLIT, thinks=True, **more)
         case "internlm2":
             return _internlm2(extra, **more)
         case "gpt-neox":
@@ -301,9 +304,9 @@ class Published:
         return f"<|vision_start|>{self.video}<|vision_end|>" if self.family.startswith("qwen") else self.video
 
 
-def _qwen(family: str, template: str, *, tools: bool, where: str) -> Published:
+def _qwen(family: str, template: str, *, tools: bool, where: str, tokenizer: str = "qwen2") -> Published:
     return Published(
-        family, "qwen2", template, "<|image_pad|>", "<|video_pad|>", _QWEN_VISION, tools=tools, where=where
+        family, tokenizer, template, "<|image_pad|>", "<|video_pad|>", _QWEN_VISION, tools=tools, where=where
     )
 
 
@@ -321,6 +324,7 @@ CHECKPOINTS: dict[str, Published] = {
     "Qwen2-VL": _qwen("qwen2_vl", "qwen2_vl", tools=False, where="chat_template.json"),
     "Qwen2.5-VL": _qwen("qwen2_5_vl", "qwen2_vl", tools=False, where="chat_template.jinja"),
     "Qwen3-VL": _qwen("qwen3_vl", "chatml_tools", tools=True, where="chat_template.json"),
+    "Qwen3.5": _qwen("qwen3_5", "qwen3_5", tools=True, where="chat_template.jinja", tokenizer="qwen3.5"),
     "InternVL, Qwen2.5": Published("internvl", "qwen2", "internvl", **_INTERN, where="chat_template.jinja"),
     "InternVL, InternLM2": Published("internvl", "internlm2", "internvl", **_INTERN),
     "MiniCPM-V 4.6": Published(
