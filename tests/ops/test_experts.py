@@ -60,7 +60,7 @@ def exact(x: Tensor, routes: Routes, gate_up: list[Tensor], down: list[Tensor], 
 @pytest.mark.parametrize(
     ("renormalise", "dtype"), [(False, torch.float32), (True, torch.bfloat16), (True, torch.float16)]
 )
-@pytest.mark.parametrize(("experts", "k"), [(1, 1), (5, 5), (7, 1), (60, 4), (128, 8), (513, 10)])
+@pytest.mark.parametrize(("experts", "k"), [(1, 1), (5, 5), (60, 4), (513, 10)])
 def test_routes_are_the_largest_of_the_softmax(
     ops: Ops, dtype: torch.dtype, experts: int, k: int, *, renormalise: bool
 ) -> None:

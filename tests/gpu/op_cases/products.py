@@ -120,7 +120,7 @@ def quantized_weight(num_bits: int, group_size: int, *, offsets: bool) -> Quanti
     )
 
 
-@pytest.mark.quick("4-32-True-1-torch.float16", "4-64-False-1-torch.bfloat16")
+@pytest.mark.quick("4-32-True-1-torch.float16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [0, 1, MAX_SMALL_ROWS + 1])
 @pytest.mark.parametrize(("num_bits", "group_size", "offsets"), [(8, 256, False), (4, 64, False), (4, 32, True)])

@@ -43,6 +43,7 @@ def test_linear(linear: Callable[..., Tensor], shape: tuple[int, int, int], dtyp
     assert_close(result, OPS.linear(x, OPS.pack_linear(weight, bias), residual=residual), ulps=4, atol=4e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3]], ids=str)
 def test_a_rounded_product_has_the_bits_of_one_that_was_stored(shape: tuple[int, int, int]) -> None:
     num_rows, num_out, num_in = shape
@@ -104,6 +105,7 @@ def test_every_tile_is_computed_by_any_number_of_programs(num_sms: int) -> None:
     assert_close(result, x @ weight.T, ulps=4, atol=4e-6)
 
 
+@pytest.mark.slow  # the same of quantised weights is quick
 def test_few_rows_do_not_see_each_other() -> None:
     x, weight = random(16, 1100), weight_of(20, 1100)
     full = small_linear(x, weight)
