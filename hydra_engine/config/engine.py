@@ -29,6 +29,8 @@ SHAPES = (
     "qwen2.5-vl-7b",
     "qwen3-vl-2b",
     "qwen3.5-0.8b",
+    "qwen3-vl-30b-a3b",
+    "qwen3.5-35b-a3b",
 )  # models that ship without weights, for load_format random
 DEFAULT_TOKENS, DEFAULT_REQUESTS = 512, 64  # limits of a language step on a CPU
 MAX_PRIORITY = (1 << 31) - 1  # of a request; the lowest is -MAX_PRIORITY - 1

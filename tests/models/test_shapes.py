@@ -38,6 +38,8 @@ SPECIAL = {  # ids as the published tokenizers have them
     "qwen2.5-vl-7b": {"<|endoftext|>": 151643, "<|video_pad|>": 151656, "<tool_call>": 151657, "<|file_sep|>": 151664},
     "qwen3-vl-2b": {"<|im_end|>": 151645, "<|video_pad|>": 151656, "<think>": 151667, "</think>": 151668},
     "qwen3.5-0.8b": {"<|endoftext|>": 248044, "<|im_end|>": 248046, "<|image_pad|>": 248056, "</think>": 248069},
+    "qwen3-vl-30b-a3b": {"<|im_end|>": 151645, "<|vision_end|>": 151653, "<|image_pad|>": 151655},
+    "qwen3.5-35b-a3b": {"<|vision_start|>": 248053, "<|video_pad|>": 248057},
 }
 # Of the tower's last layer and the norm behind it, which nobody reads and we do not hold.
 UNREAD = ("vision_tower.encoder.layers.23.", "vision_tower.post_layernorm.")
@@ -56,6 +58,7 @@ def test_the_names_are_those_of_the_folders() -> None:
     assert EngineConfig(model=SHAPES[0]).model_name == SHAPES[0]
 
 
+@pytest.mark.quick("llava", "qwen2", "2b", "0.8b")
 @pytest.mark.parametrize("name", SHAPES)
 def test_parameters_are_those_of_transformers_to_the_last_one(name: str) -> None:
     config = transformers.AutoConfig.from_pretrained(folder(name))
@@ -74,7 +77,7 @@ def test_parameters_are_those_of_transformers_to_the_last_one(name: str) -> None
 
 
 def test_sizes_as_published() -> None:
-    llava, qwen2, small, qwen25, qwen3, hybrid = (spec_of(name) for name in SHAPES)
+    llava, qwen2, small, qwen25, qwen3, hybrid, qwen3_moe, hybrid_moe = (spec_of(name) for name in SHAPES)
     assert (llava.dtype, llava.max_model_len, llava.eos_token_ids) == ("float16", 4096, (2,))
     assert (qwen2.dtype, qwen2.max_model_len, qwen25.max_model_len) == ("bfloat16", 32768, 128000)
     assert small.language.tie_embeddings and small.language.hidden_size == 2048
@@ -88,6 +91,9 @@ def test_sizes_as_published() -> None:
         248046,
     )
     assert hybrid.language.has_states and hybrid.language.num_kv_layers == 6
+    for spec, billions, active in ((qwen3_moe, 31.1, 3.9), (hybrid_moe, 35.1, 3.9)):
+        assert round(spec.num_parameters / 1e9, 1) == billions
+        assert round((spec.num_parameters - spec.language.num_unread_parameters(1)) / 1e9, 1) == active
     for spec, tokens in ((llava, 576), (qwen2, 1024), (small, 1024), (qwen25, 1024), (qwen3, 784), (hybrid, 784)):
         assert spec.vision is not None
         assert sum(item.num_tokens for item in spec.vision.plan_image(896, 896).items) == tokens
@@ -121,6 +127,12 @@ class Watched:
 
     def linear_add_rms_norm(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
         normed, total = self._ops.linear_add_rms_norm(*given)
+        self.spreads.append(float(total.std()))
+        return normed, total
+
+    def add_rms_norm(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keeps the spread behind a mixture of experts, whose products are not fused with the sum."""
+        normed, total = self._ops.add_rms_norm(*given)
         self.spreads.append(float(total.std()))
         return normed, total
 
@@ -185,6 +197,8 @@ def test_as_many_layers_as_there_are_keep_rows_of_order_one(name: str) -> None:
     tower = replace(vision.tower, hidden_size=192, intermediate_size=480)
     sizes = {"hidden_size": 256, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 640, "vocab_size": 512}
     language = replace(spec.language, **sizes)
+    if language.mixture is not None:
+        language = replace(language, mixture=language.mixture._replace(num_experts=16, num_inner=160))
     check(replace(spec, language=language, vision=replace(vision, tower=tower, feature_size=256)))
 
 
@@ -199,6 +213,9 @@ def thin(name: str, directory: Path) -> None:
     text, vision = config.get("text_config", config), config["vision_config"]
     text |= {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 160}
     text |= {"num_attention_heads": 1, "num_key_value_heads": 1}
+    text |= {"num_experts": 4, "num_experts_per_tok": 2} if "num_experts" in text else {}
+    for size in ("moe_intermediate_size", "shared_expert_intermediate_size"):
+        text |= {size: 64} if size in text else {}
     if "layer_types" in text:
         text |= {"layer_types": ["linear_attention", "full_attention"], "full_attention_interval": 2}
         text |= {"linear_num_key_heads": 1, "linear_num_value_heads": 1}
