@@ -169,6 +169,18 @@ def test_a_row_does_not_depend_on_the_others(ops: Ops, threads: int, form: str, 
         assert torch.equal(ops.experts(x[begin:end], part, packed, "silu"), whole[begin:end]), (begin, end)
 
 
+@pytest.mark.parametrize("form", ["float", "int4"])
+def test_many_rows_are_cut_without_changing_them(isa: str, threads: int, form: str) -> None:
+    """Has more pairs than are multiplied at once, and outputs that would not stay in the caches."""
+    ops = NativeOps()
+    packed = ops.pack_experts(*weights_of(9, 70 if form == "float" else 64, 32, form, torch.bfloat16))
+    x, routes = normal(1100, packed.num_in, dtype=torch.bfloat16), routes_of(1100, 9, 8)
+    whole = ops.experts(x, routes, packed, "silu")
+    for rows in (slice(0, 1), slice(1023, 1025), slice(1099, 1100)):
+        part = Routes(*(column[rows].contiguous() for column in routes))
+        assert torch.equal(ops.experts(x[rows], part, packed, "silu"), whole[rows])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_only_chosen_experts_and_given_rows_are_read(ops: Ops, threads: int, dtype: torch.dtype) -> None:
     gate_up, down = weights_of(8, 40, 24, "float", dtype)

@@ -167,21 +167,32 @@ int threads_for(const ExpertMatrix& matrix, const Pairs& pairs) {
       matrix);
 }
 
-// Fills gate_up [pairs, 2 * inner] of the call's dtype. Parts are panels of an expert, several per thread, so that one
-// that loses its core holds up little.
-void multiply_gate_up(const ExpertsCall& call, const Pairs& pairs, const Rows& rows, char* gate_up) {
-  const int threads = threads_for(call.weights.gate_up, pairs);
-  const int64_t groups = static_cast<int64_t>(pairs.groups.size()), width = 2 * call.weights.inner();
-  const int64_t panels = ceil_div(width, kPanel), size = element_size(call.dtype);
-  constexpr int64_t kPanelsPerPart = 4, kPartsPerThread = 16;
+// Calls multiply(group, begin, end) for panels of all groups, each on one thread: several parts per thread, so that one
+// that loses its core holds up little, but long ones, since memory is read fastest in the order of its addresses.
+template <class Multiply>
+void for_panels(const Pairs& pairs, int threads, int64_t panels, Multiply&& multiply) {
+  constexpr int64_t kPanelsPerPart = 8, kPartsPerThread = 8;
+  const int64_t groups = static_cast<int64_t>(pairs.groups.size());
   const int64_t most = std::max<int64_t>(1, panels / kPanelsPerPart);
   const int64_t across = threads == 1 ? 1 : std::min(most, ceil_div(kPartsPerThread * threads, groups));
   run_parts(static_cast<int>(groups * across), [&](int part) {
-    const Group& group = pairs.groups[part / across];
-    const int64_t piece = part % across, begin = panels * piece / across, end = panels * (piece + 1) / across;
+    const int64_t piece = part % across;
+    multiply(pairs.groups[part / across], panels * piece / across, panels * (piece + 1) / across);
+  });
+}
+
+void multiply(const ExpertMatrix& matrix, const Rows& rows, const Group& group, int64_t begin, int64_t end,
+              const Target& target) {
+  std::visit([&](const auto& weight) { multiply(weight, rows, group, {0, group.rows(), begin, end}, target); }, matrix);
+}
+
+// Fills gate_up [pairs, 2 * inner] of the call's dtype.
+void multiply_gate_up(const ExpertsCall& call, const Pairs& pairs, const Rows& rows, char* gate_up) {
+  const int64_t width = 2 * call.weights.inner(), size = element_size(call.dtype);
+  const int threads = threads_for(call.weights.gate_up, pairs);
+  for_panels(pairs, threads, ceil_div(width, kPanel), [&](const Group& group, int64_t begin, int64_t end) {
     const Target target{gate_up + (group.begin * width + begin * kPanel) * size, width, call.dtype};
-    std::visit([&](const auto& weight) { multiply(weight, rows, group, {0, group.rows(), begin, end}, target); },
-               call.weights.gate_up);
+    multiply(call.weights.gate_up, rows, group, begin, end, target);
   });
 }
 
@@ -208,11 +219,12 @@ Rows rows_of_inner(const ExpertsCall& call, const Pairs& pairs, const char* gate
   return rows;
 }
 
-// Columns [begin, begin + columns) of the result: outputs [pairs, stride] times their factors, in the order of entries.
+// Columns [begin, begin + columns) of rows [first_row, last_row) of the result: outputs [pairs, stride] times their
+// factors, in the order of entries.
 template <class T>
-void add_outputs(const ExpertsCall& call, const Pairs& pairs, const float* outputs, int64_t stride, int64_t begin,
-                 int64_t columns) {
-  for (int64_t token = 0; token < call.rows; ++token) {
+void add_outputs(const ExpertsCall& call, const Pairs& pairs, int64_t first_row, int64_t last_row,
+                 const float* outputs, int64_t stride, int64_t begin, int64_t columns) {
+  for (int64_t token = first_row; token < last_row; ++token) {
     T* out = static_cast<T*>(call.out) + token * call.weights.width() + begin;
     for (int64_t first = 0; first < columns; first += kPanel) {
       float sums[kPanel] = {};
@@ -228,28 +240,49 @@ void add_outputs(const ExpertsCall& call, const Pairs& pairs, const float* outpu
   }
 }
 
-// Parts are panels of the result, for which a thread multiplies the rows of all experts.
-void multiply_down(const ExpertsCall& call, const Pairs& pairs, const Rows& rows) {
-  const int threads = threads_for(call.weights.down, pairs);
+// For few pairs, in two steps: all outputs, and then their sums.
+void multiply_down_of_few(const ExpertsCall& call, const Pairs& pairs, const Rows& rows, int threads) {
+  const int64_t width = call.weights.width(), panels = ceil_div(width, kPanel), stride = panels * kPanel;
+  float* outputs = static_cast<float*>(memory().outputs.reserve(pairs.count() * stride * 4));
+  for_panels(pairs, threads, panels, [&](const Group& group, int64_t begin, int64_t end) {
+    float* out = outputs + group.begin * stride + begin * kPanel;
+    multiply(call.weights.down, rows, group, begin, end, {reinterpret_cast<char*>(out), stride, DType::f32});
+  });
+  constexpr int64_t kNumbersPerThread = 1 << 15;
+  parallel_for(call.rows, ceil_div(kNumbersPerThread, width * call.chosen), [&](int64_t begin, int64_t end) {
+    dispatch(call.dtype, [&](auto type) {
+      add_outputs<decltype(type)>(call, pairs, begin, end, outputs, stride, 0, width);
+    });
+  });
+}
+
+// For many pairs, whose outputs would need much memory: parts are panels of the result, for which a thread multiplies
+// the rows of all experts.
+void multiply_down_of_many(const ExpertsCall& call, const Pairs& pairs, const Rows& rows, int threads) {
   const int64_t width = call.weights.width(), panels = ceil_div(width, kPanel);
   constexpr int64_t kPanelsPerPart = 4, kPartsPerThread = 8, kOutputBytes = 4 << 20;
-  const int64_t wanted =
-      threads == 1 ? 1 : std::clamp<int64_t>(panels / kPanelsPerPart, threads, kPartsPerThread * threads);
+  const int64_t wanted = std::min(panels / kPanelsPerPart, kPartsPerThread * threads);
   const int64_t bytes = pairs.count() * panels * kPanel * 4;
   const int64_t parts = std::clamp<int64_t>(std::max(wanted, bytes / kOutputBytes), 1, panels);
   run_parts(static_cast<int>(parts), [&](int part) {
     const int64_t begin = panels * part / parts, end = panels * (part + 1) / parts, stride = (end - begin) * kPanel;
     float* outputs = static_cast<float*>(memory().outputs.reserve(pairs.count() * stride * 4));
     for (const Group& group : pairs.groups) {
-      const Target target{reinterpret_cast<char*>(outputs + group.begin * stride), stride, DType::f32};
-      std::visit([&](const auto& weight) { multiply(weight, rows, group, {0, group.rows(), begin, end}, target); },
-                 call.weights.down);
+      char* out = reinterpret_cast<char*>(outputs + group.begin * stride);
+      multiply(call.weights.down, rows, group, begin, end, {out, stride, DType::f32});
     }
     dispatch(call.dtype, [&](auto type) {
       const int64_t columns = std::min(end * kPanel, width) - begin * kPanel;
-      add_outputs<decltype(type)>(call, pairs, outputs, stride, begin * kPanel, columns);
+      add_outputs<decltype(type)>(call, pairs, 0, call.rows, outputs, stride, begin * kPanel, columns);
     });
   });
+}
+
+void multiply_down(const ExpertsCall& call, const Pairs& pairs, const Rows& rows) {
+  constexpr int64_t kFewBytes = 2 << 20;  // of outputs, which stay in the caches
+  const int threads = threads_for(call.weights.down, pairs);
+  const bool few = pairs.count() * call.weights.width() * 4 <= kFewBytes;
+  return few ? multiply_down_of_few(call, pairs, rows, threads) : multiply_down_of_many(call, pairs, rows, threads);
 }
 
 void run_chunk(const ExpertsCall& call) {
