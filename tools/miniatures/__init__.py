@@ -17,7 +17,7 @@ from tools.miniatures.adapted import ADAPTED
 from tools.miniatures.base import MIXTURE, TEXT, TinyFamily, make_checkpoint
 from tools.miniatures.ernie4_5_vl import ERNIE4_5_VL_MOE
 from tools.miniatures.gemma3 import GEMMA3
-from tools.miniatures.glm import GLM4V, GLM46V, GLM_OCR
+from tools.miniatures.glm import GLM4V, GLM4V_MOE, GLM46V, GLM_OCR
 from tools.miniatures.idefics3 import IDEFICS3
 from tools.miniatures.internvl import INTERNVL
 from tools.miniatures.llava import LLAVA
@@ -58,6 +58,7 @@ TINY: dict[str, TinyFamily] = {
     "smolvlm": SMOLVLM,
     "idefics3": IDEFICS3,
     "glm4v": GLM4V,
+    "glm4v_moe": GLM4V_MOE,
     "glm46v": GLM46V,
     "glm_ocr": GLM_OCR,
     "paddleocr_vl": PADDLEOCR_VL,

@@ -5,24 +5,11 @@ Processor files are written by hand: some classes insist on a video processor, w
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers.models.aria.image_processing_pil_aria import AriaImageProcessorPil
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import DeepseekOcr2ImageProcessorPil
-from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
-from transformers.models.granite_docling.image_processing_pil_granite_docling import GraniteDoclingImageProcessorPil
-from transformers.models.idefics2.image_processing_pil_idefics2 import Idefics2ImageProcessorPil
-from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
-from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil
-from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-from transformers.models.video_llama_3.image_processing_pil_video_llama_3 import VideoLlama3ImageProcessorPil
-from transformers.models.video_llava.image_processing_video_llava import VideoLlavaImageProcessor
 
 from tools.miniatures.base import (
     BOS_ID,
@@ -34,6 +21,7 @@ from tools.miniatures.base import (
     TINY_VOCABULARY,
     TinyFamily,
     chat_template,
+    write_processor,
 )
 
 _CONTEXT = 2048  # tokens: a large picture in tiles
@@ -54,8 +42,6 @@ _GRID_SIZE = {"shortest_edge": 784, "longest_edge": 12544}  # pixels
 _CANVASES = [[rows * _SIDE, columns * _SIDE] for rows, columns in ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))]
 _TILE = {"height": _SIDE, "width": _SIDE}
 
-Maker = Callable[[Any], Mapping[str, Any]]  # the processor's own fields from the config
-
 
 def _family(
     model_type: str,
@@ -64,13 +50,14 @@ def _family(
     tower: Mapping[str, Any],
     top: Mapping[str, Any],
     processor: str,
-    fields: Maker,
+    images: tuple[str, Mapping[str, Any]],
+    settings: Mapping[str, Any] | None = None,
     marks: tuple[str, ...] = (),
     names: Mapping[str, str] | None = None,
     template: str | None = None,
 ) -> TinyFamily:
-    """`processor` is the class, `fields` its settings; `marks` are further tokens, `names` those that the tokenizer
-    has attributes for."""
+    """Describes a family. `processor` is a class, with its `settings`; `images` its image processor's class and
+    settings; `marks` are further tokens, `names` those that the tokenizer has attributes for."""
 
     def build_config(text: Mapping[str, Any], vision: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
         words = {**TEXT, "vocab_size": TINY_VOCABULARY + len(marks), "max_position_embeddings": _CONTEXT}
@@ -82,13 +69,11 @@ def _family(
             **{**fixed, **top, **overrides},
         )
 
-    def save(directory: Path, config: Any, tokenizer: Any) -> None:
-        tokenizer.save_pretrained(directory)
-        file = directory / "tokenizer_config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | dict(names or {})))
-        values = {"processor_class": processor, **fields(config)}
-        values["image_processor"] = values["image_processor"].to_dict()
-        (directory / "processor_config.json").write_text(json.dumps(values, default=str))
+    def save(directory: Path, _config: Any, tokenizer: Any) -> None:
+        name, values = images
+        write_processor(
+            directory, tokenizer, processor, getattr(transformers, name)(**values), settings, **dict(names or {})
+        )
 
     return TinyFamily(build_config, save, marks, template or chat_template())
 
@@ -104,12 +89,8 @@ AYA_VISION = _family(
     tower=_SIGLIP,
     top={"image_token_index": _id(_AYA, "<|IMG_PATCH|>"), "downsample_factor": 2},
     processor="AyaVisionProcessor",
-    fields=lambda _: {
-        "image_processor": GotOcr2ImageProcessorPil(size=_TILE, max_patches=6),
-        "patch_size": 7,
-        "img_size": _SIDE,
-        "downsample_factor": 2,
-    },
+    images=("GotOcr2ImageProcessorPil", {"size": _TILE, "max_patches": 6}),
+    settings={"patch_size": 7, "img_size": _SIDE, "downsample_factor": 2},
     marks=_AYA,
 )
 
@@ -120,11 +101,8 @@ LIGHTON_OCR = _family(
     tower=_PIXTRAL,
     top={"image_token_id": _id(_LIGHTON, "<|image_pad|>"), "spatial_merge_size": 2},
     processor="LightOnOcrProcessor",
-    fields=lambda _: {
-        "image_processor": PixtralImageProcessorPil(size={"longest_edge": 84}, patch_size={"height": 14, "width": 14}),
-        "patch_size": 7,
-        "spatial_merge_size": 2,
-    },
+    images=("PixtralImageProcessorPil", {"size": {"longest_edge": 84}, "patch_size": {"height": 14, "width": 14}}),
+    settings={"patch_size": 7, "spatial_merge_size": 2},
     marks=_LIGHTON,
     names=dict(zip(("image_token", "image_break_token", "image_end_token"), _LIGHTON, strict=True)),
     template=chat_template("<|image_pad|>"),
@@ -147,7 +125,7 @@ EXAONE4_5 = _family(
     },
     top={"image_token_id": _id(_PADS, "<|image_pad|>"), "video_token_id": _id(_PADS, "<|video_pad|>")},
     processor="Exaone4_5_Processor",
-    fields=lambda _: {"image_processor": Qwen2VLImageProcessorPil(size=_GRID_SIZE, patch_size=7)},
+    images=("Qwen2VLImageProcessorPil", {"size": _GRID_SIZE, "patch_size": 7}),
     marks=_PADS,
     template=chat_template("<vision><|image_pad|></vision>"),
 )
@@ -168,7 +146,7 @@ HYPERCLOVAX = _family(
     },
     top={"image_token_id": _id(_PADS, "<|image_pad|>"), "video_token_id": _id(_PADS, "<|video_pad|>")},
     processor="HyperCLOVAXVisionV2Processor",
-    fields=lambda _: {"image_processor": Qwen2VLImageProcessorPil(size=_GRID_SIZE, patch_size=7)},
+    images=("Qwen2VLImageProcessorPil", {"size": _GRID_SIZE, "patch_size": 7}),
     marks=_PADS,
     template=chat_template("<vision><|image_pad|></vision>"),
 )
@@ -179,7 +157,7 @@ VIDEO_LLAMA_3 = _family(
     tower={**_VISION},
     top={"image_token_id": _id(_PADS, "<|image_pad|>"), "video_token_id": _id(_PADS, "<|video_pad|>")},
     processor="VideoLlama3Processor",
-    fields=lambda _: {"image_processor": VideoLlama3ImageProcessorPil(size=_GRID_SIZE, patch_size=7, merge_size=2)},
+    images=("VideoLlama3ImageProcessorPil", {"size": _GRID_SIZE, "patch_size": 7, "merge_size": 2}),
     marks=_PADS,
     template=chat_template("<|image_pad|>"),
 )
@@ -191,7 +169,7 @@ GOT_OCR2 = _family(
     tower={**_SAM, "output_channels": 32},
     top={"image_token_index": _id(_GOT, "<imgpad>")},
     processor="GotOcr2Processor",
-    fields=lambda _: {"image_processor": GotOcr2ImageProcessorPil(size={"height": 1024, "width": 1024})},
+    images=("GotOcr2ImageProcessorPil", {"size": {"height": 1024, "width": 1024}}),
     marks=_GOT,
     template=chat_template("<img><imgpad></img>"),
 )
@@ -208,7 +186,8 @@ OVIS2 = _family(
         "hidden_size": TEXT["hidden_size"],
     },
     processor="Ovis2Processor",
-    fields=lambda _: {"image_processor": Ovis2ImageProcessorPil(size=_TILE, max_patches=6), "image_seq_length": 4},
+    images=("Ovis2ImageProcessorPil", {"size": _TILE, "max_patches": 6}),
+    settings={"image_seq_length": 4},
     marks=_OVIS,
 )
 
@@ -233,9 +212,7 @@ DEEPSEEK_OCR2 = _family(
     },
     top={"image_token_id": IMAGE_ID},
     processor="DeepseekOcr2Processor",
-    fields=lambda _: {
-        "image_processor": DeepseekOcr2ImageProcessorPil(size={"height": 1024, "width": 1024}, tile_size=768)
-    },
+    images=("DeepseekOcr2ImageProcessorPil", {"size": {"height": 1024, "width": 1024}, "tile_size": 768}),
 )
 
 _QIANFAN = ("<img>", "</img>", "<IMG_CONTEXT>")
@@ -245,7 +222,8 @@ QIANFAN_OCR = _family(
     tower=_VISION,
     top={"image_token_id": _id(_QIANFAN, "<IMG_CONTEXT>"), "image_seq_length": 4},
     processor="QianfanOCRProcessor",
-    fields=lambda _: {"image_processor": GotOcr2ImageProcessorPil(size=_TILE, max_patches=6), "image_seq_length": 4},
+    images=("GotOcr2ImageProcessorPil", {"size": _TILE, "max_patches": 6}),
+    settings={"image_seq_length": 4},
     marks=_QIANFAN,
     names=dict(zip(("start_image_token", "end_image_token", "context_image_token"), _QIANFAN, strict=True)),
 )
@@ -257,10 +235,8 @@ VIPLLAVA = _family(
     tower=_CLIP,
     top={"image_token_index": IMAGE_ID, "vision_feature_layer": [-2, -3, 1]},
     processor="LlavaProcessor",
-    fields=lambda _: {
-        "image_processor": CLIPImageProcessorPil(size={"shortest_edge": _SIDE}, crop_size=_TILE),
-        **_ANY_SIZE,
-    },
+    images=("CLIPImageProcessorPil", {"size": {"shortest_edge": _SIDE}, "crop_size": _TILE}),
+    settings=_ANY_SIZE,
 )
 
 LLAVA_NEXT_VIDEO = _family(
@@ -274,12 +250,11 @@ LLAVA_NEXT_VIDEO = _family(
         "vision_feature_layer": -2,
     },
     processor="LlavaNextVideoProcessor",
-    fields=lambda _: {
-        "image_processor": LlavaNextImageProcessorPil(
-            size={"shortest_edge": _SIDE}, crop_size=_TILE, image_grid_pinpoints=_CANVASES
-        ),
-        **_ANY_SIZE,
-    },
+    images=(
+        "LlavaNextImageProcessorPil",
+        {"size": {"shortest_edge": _SIDE}, "crop_size": _TILE, "image_grid_pinpoints": _CANVASES},
+    ),
+    settings=_ANY_SIZE,
     marks=("<video>",),
 )
 
@@ -289,10 +264,8 @@ VIDEO_LLAVA = _family(
     tower=_CLIP,
     top={"image_token_index": IMAGE_ID, "video_token_index": TINY_VOCABULARY},
     processor="VideoLlavaProcessor",
-    fields=lambda _: {
-        "image_processor": VideoLlavaImageProcessor(size={"shortest_edge": _SIDE}, crop_size=_TILE),
-        **_ANY_SIZE,
-    },
+    images=("VideoLlavaImageProcessor", {"size": {"shortest_edge": _SIDE}, "crop_size": _TILE}),
+    settings=_ANY_SIZE,
     marks=("<video>",),
 )
 
@@ -317,16 +290,15 @@ GRANITE4_VISION = _family(
         },
     },
     processor="Granite4VisionProcessor",
-    fields=lambda _: {
-        "image_processor": LlavaNextImageProcessorPil(
-            size={"shortest_edge": 56},
-            crop_size={"height": 56, "width": 56},
-            image_grid_pinpoints=[[56, 112], [112, 56], [112, 112]],
-        ),
-        "patch_size": 7,
-        "vision_feature_select_strategy": "full",
-        "downsample_rate": "1/2",
-    },
+    images=(
+        "LlavaNextImageProcessorPil",
+        {
+            "size": {"shortest_edge": 56},
+            "crop_size": {"height": 56, "width": 56},
+            "image_grid_pinpoints": [[56, 112], [112, 56], [112, 112]],
+        },
+    ),
+    settings={"patch_size": 7, "vision_feature_select_strategy": "full", "downsample_rate": "1/2"},
 )
 
 _DOCLING = (
@@ -340,11 +312,28 @@ GRANITE_DOCLING = _family(
     tower={**_VISION, "out_hidden_size": 64, "scale_factor": 2, "deepstack_visual_indexes": [0, 1]},
     top={"image_token_id": IMAGE_ID},
     processor="GraniteDoclingProcessor",
-    fields=lambda _: {
-        "image_processor": GraniteDoclingImageProcessorPil(size=_TILE, max_patches=6),
-        "image_seq_len": 4,
-    },
+    images=("GraniteDoclingImageProcessorPil", {"size": _TILE, "max_patches": 6}),
+    settings={"image_seq_len": 4},
     marks=_DOCLING,
+)
+
+_HUNYUAN = ("<img>", "</img>", "<newline>")
+HUNYUAN_VL = _family(
+    "hunyuan_vl",
+    decoder={"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2, 2]}},
+    tower={**_VISION, "out_hidden_size": 64, "text_hidden_size": 64, "max_image_size": 56, "img_max_token_num": 16},
+    top={
+        "image_token_id": IMAGE_ID,
+        **{
+            f"im_{name}_id": _id(_HUNYUAN, mark)
+            for name, mark in zip(("start", "end", "newline"), _HUNYUAN, strict=True)
+        },
+    },
+    processor="HunYuanVLProcessor",
+    images=("HunYuanVLImageProcessorPil", {"size": _GRID_SIZE, "patch_size": 7}),
+    marks=_HUNYUAN,
+    names={"image_token": IMAGE_TOKEN, "image_start_token": "<img>", "image_end_token": "</img>"},
+    template=chat_template(f"<img>{IMAGE_TOKEN}</img>"),
 )
 
 _FAKE = ("<fake_token_around_image>", "<end_of_utterance>")
@@ -364,12 +353,11 @@ IDEFICS2 = _family(
         },
     },
     processor="Idefics2Processor",
-    fields=lambda _: {
-        "image_processor": Idefics2ImageProcessorPil(
-            size={"shortest_edge": 28, "longest_edge": 56}, do_image_splitting=False
-        ),
-        "image_seq_len": 8,
-    },
+    images=(
+        "Idefics2ImageProcessorPil",
+        {"size": {"shortest_edge": 28, "longest_edge": 56}, "do_image_splitting": False},
+    ),
+    settings={"image_seq_len": 8},
     marks=_FAKE,
 )
 
@@ -379,8 +367,8 @@ ARIA = _family(
     tower={"model_type": "idefics3_vision", **_VISION, "image_size": 980, "patch_size": 140},
     top={"image_token_index": IMAGE_ID, "projector_patch_to_query_dict": {"49": 8}},
     processor="AriaProcessor",
-    fields=lambda _: {
-        "image_processor": AriaImageProcessorPil(),
+    images=("AriaImageProcessorPil", {}),
+    settings={
         "size_conversion": {"980": 8},
     },
     names={"image_token": IMAGE_TOKEN},
@@ -401,6 +389,7 @@ ADAPTED = {
     "granite4_vision": GRANITE4_VISION,
     "granite_docling": GRANITE_DOCLING,
     "llava_next_video": LLAVA_NEXT_VIDEO,
+    "hunyuan_vl": HUNYUAN_VL,
     "idefics2": IDEFICS2,
     "aria": ARIA,
 }

@@ -178,9 +178,17 @@ def save_processor(directory: Path, config: Any, family: TinyFamily) -> None:
     family.save_processor(directory, config, fast)
 
 
-def write_processor(directory: Path, tokenizer: Any, processor_class: str, images: Any, **marks: str) -> None:
-    """Writes the files of a processor whose class insists on a video processor, which needs torchvision to be made.
-    `marks`: the names that the tokenizer has for its tokens, such as image_token."""
+def write_processor(
+    directory: Path,
+    tokenizer: Any,
+    processor_class: str,
+    images: Any,
+    settings: Mapping[str, Any] | None = None,
+    /,
+    **marks: str,
+) -> None:
+    """Writes the files of a processor, whose class may insist on a video processor, which needs torchvision to be made.
+    `settings` are the processor's own, `marks` the names that the tokenizer has for its tokens, such as image_token."""
     named = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer.backend_tokenizer,
         bos_token=tokenizer.bos_token,
@@ -192,7 +200,7 @@ def write_processor(directory: Path, tokenizer: Any, processor_class: str, image
     )
     named.chat_template = tokenizer.chat_template
     named.save_pretrained(directory)
-    values = {"processor_class": processor_class, "image_processor": images.to_dict()}
+    values = {"processor_class": processor_class, "image_processor": images.to_dict(), **(settings or {})}
     (directory / "processor_config.json").write_text(json.dumps(values, default=str))
 
 

@@ -35,6 +35,7 @@ _TEXT = {
         "mrope_section": [1, 1, 2],
     },
 }
+_EXPERTS: dict[str, Any] = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _VISION: dict[str, Any] = {
     "depth": 2,
     "hidden_size": 48,
@@ -48,9 +49,11 @@ _VISION: dict[str, Any] = {
 _PICTURE_SIZE = {"shortest_edge": 512, "longest_edge": 2 * 64 * 80}  # pixels of two frames: 4 to 80 tokens
 
 
-def _builder(config_class: Any) -> Callable[[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]], Any]:
+def _builder(
+    config_class: Any, **more: Any
+) -> Callable[[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]], Any]:
     def build(text: Mapping[str, Any], vision: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
-        settings = {**_TEXT, **text}
+        settings = {**_TEXT, **more, **text}
         tower = {**_VISION, "out_hidden_size": settings["hidden_size"], **vision}
         names = ("image_start", "image_end", "video_start", "video_end", "video")
         ids = {f"{name}_token_id": TINY_VOCABULARY + index for index, name in enumerate(names)}
@@ -79,6 +82,12 @@ _TEMPLATE = chat_template(image=f"{_MARKS[0]}{IMAGE_TOKEN}{_MARKS[1]}")
 _write_46v = _writer("Glm46VProcessor", Glm46VImageProcessorPil)  # which GLM-OCR has too
 GLM4V = TinyFamily(
     _builder(transformers.Glm4vConfig), _writer("Glm4vProcessor", Glm4vImageProcessorPil), _MARKS, _TEMPLATE
+)
+GLM4V_MOE = TinyFamily(
+    _builder(transformers.Glm4vMoeConfig, **_EXPERTS),
+    _writer("Glm4vProcessor", Glm4vImageProcessorPil),
+    _MARKS,
+    _TEMPLATE,
 )
 GLM46V = TinyFamily(_builder(transformers.Glm46VConfig), _write_46v, _MARKS, _TEMPLATE)
 GLM_OCR = TinyFamily(_builder(transformers.GlmOcrConfig), _write_46v, _MARKS, _TEMPLATE)
