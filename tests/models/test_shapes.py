@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers
 
+from bench.peers.convert import gguf
 from hydra_engine import Engine
 from hydra_engine.backend.base import PagedCache
 from hydra_engine.backend.select import create_backend
@@ -30,6 +31,7 @@ from hydra_engine.models.loading.random_weights import fill_random
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.preprocess.text.tokenizer import load_tokenizer
+from tools.miniatures.shape import make_shape_checkpoint
 
 SPECIAL = {  # ids as the published tokenizers have them
     "llava-1.5-7b": {"<s>": 1, "</s>": 2, "<image>": 32000, "<pad>": 32001},
@@ -246,6 +248,29 @@ def test_it_chats_about_a_picture(name: str, tmp_path: Path) -> None:
         num_features, text = 4 * 6, "system\nYou are a helpful assistant."
     assert num_features + len(text) < result.usage.prompt_tokens < num_features + 120
     assert len(result.token_ids) == 6 and len(result.text) >= 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2.5-vl-3b", "qwen3-vl-2b", "qwen3.5-0.8b"])
+def test_it_becomes_a_checkpoint_and_files_for_llama_cpp_that_answer_alike(name: str, tmp_path: Path) -> None:
+    thin(name, tmp_path / "thin")
+    make_shape_checkpoint(tmp_path / "thin", tmp_path / "model", seed=1)
+    quantize = tmp_path / "llama.cpp/bin/llama-quantize"  # `make peers` builds the real one
+    quantize.parent.mkdir(parents=True)
+    quantize.write_text('#!/bin/sh\ncp "$1" "$2"\n')
+    quantize.chmod(0o755)
+    (tmp_path / "gguf").mkdir()
+    gguf(tmp_path / "model", tmp_path / "gguf", tmp_path)
+    files = {path.name: path for path in (tmp_path / "gguf").iterdir()}
+    assert set(files) == {"BF16.gguf", "Q8_0.gguf", "Q4_0.gguf", "mmproj.gguf"}
+    picture = np.random.default_rng(0).integers(0, 256, (112, 168, 3), dtype=np.uint8)
+    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 2, "threads": 1}
+    answers = []
+    for model, mmproj in ((tmp_path / "model", None), (files["BF16.gguf"], files["mmproj.gguf"])):
+        with Engine(model, mmproj=mmproj and str(mmproj), **options) as engine:
+            result = engine.generate("What?", images=[picture], max_tokens=6, temperature=0, ignore_eos=True)
+            answers.append((result.token_ids, result.usage.prompt_tokens))
+    assert answers[0] == answers[1]
 
 
 def test_without_the_flag_it_says_what_is_missing() -> None:
