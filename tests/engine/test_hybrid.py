@@ -34,6 +34,14 @@ def hybrid_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="module")
+def qwen3_5_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pictures have positions on three axes, and what follows them others than its indices."""
+    directory = tmp_path_factory.mktemp("tiny-qwen3_5")
+    make_tiny("qwen3_5", directory, seed=7, text={"max_position_embeddings": 2048})
+    return directory
+
+
 def sampling(index: int, tokens: int = 20) -> SamplingParams:
     if index % 2:
         return SamplingParams(temperature=1.0, seed=index, max_tokens=tokens, ignore_eos=True)
@@ -173,11 +181,13 @@ def test_the_same_prompt_again_continues_behind_its_state(make_engine: EngineFac
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["hybrid_model", "qwen3_5_model"])
 def test_the_tenth_turn_computes_its_own_tokens_and_encodes_one_picture(
-    make_engine: EngineFactory, hybrid_model: Path
+    make_engine: EngineFactory, request: pytest.FixtureRequest, name: str
 ) -> None:
     """Ten turns of one screenshot each, whose prompts repeat the tokens of the turns before."""
-    engine = make_engine(model=hybrid_model, max_images=10, block_size=2, num_kv_blocks=1024)
+    model = request.getfixturevalue(name)
+    engine = make_engine(model=model, max_images=10, block_size=2, num_kv_blocks=1024)
     turn = [message("Turn 0", picture(0))]
     answers: list[tuple[int, ...]] = []
     before = 0
@@ -197,7 +207,7 @@ def test_the_tenth_turn_computes_its_own_tokens_and_encodes_one_picture(
             {"role": "assistant", "content": "Ok."},
             message(f"Turn {number}", picture(number)),
         ]
-    plain = make_engine(model=hybrid_model, max_images=10, prefix_caching=False, num_kv_blocks=1024)
+    plain = make_engine(model=model, max_images=10, prefix_caching=False, num_kv_blocks=1024)
     assert plain.chat(turn[:19], sampling=sampling(0)).token_ids == answers[9]
 
 

@@ -148,7 +148,9 @@ QWEN3_5 = FamilyCase(
             "text": {
                 "layer_types": ["full_attention", "linear_attention", "full_attention"],
                 "num_hidden_layers": 3,
-                "num_key_value_heads": 4,
+                "hidden_size": 32,  # logits of a tied head grow with its width
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
                 "attention_bias": True,
                 "linear_num_value_heads": 8,
                 "linear_value_head_dim": 20,
