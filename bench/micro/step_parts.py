@@ -44,9 +44,11 @@ from hydra_engine.scheduler.scheduler import StageScheduler
 KINDS = {
     "linear": "products",
     "linear_quantized": "products",
+    "experts": "products",
     "attention_paged": "attention",
     "causal_conv": "attention",
     "delta_rule": "attention",
+    "route": "other ops",
     "rms_norm": "other ops",
     "add_rms_norm": "other ops",
     "act_and_mul": "other ops",

@@ -579,12 +579,14 @@ def _choice(op: str, level: str) -> tuple[str, str]:
     """Returns (implementation, reason) of an op on a CPU of instruction level `level`, a result of `_C.isa`."""
     if op in _COPIES:
         return "native", "copies bytes, the same on every processor"
+    if op == "route":
+        return "native", "a few numbers of each token, the same on every processor"
     if level == "amx" and op not in _MATRIX_PRODUCTS:
         return "native-avx512bf16", "the processor has AVX-512 with BF16; AMX only multiplies matrices"
     if level == "avx512" and op not in _MATRIX_PRODUCTS:
         return "native-avx2", "without BF16 instructions only matrix products gain from AVX-512"
     reason = f"the processor's best level is {level}"
-    if op == "linear":
+    if op in ("linear", "experts"):
         reason += f"; weights of 8 and 4 bits: {_quantized_products(level)}"
     return f"native-{level}", reason
 
