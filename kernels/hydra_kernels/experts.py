@@ -361,8 +361,9 @@ def grouped_experts(
     pairs = rows * count
     if pairs == 0:
         return out.zero_()
-    numbers = torch.empty(pairs + num_experts, dtype=torch.int32, device=x.device)
-    order, counts = numbers[:pairs], numbers[pairs:]
+    # Each at a multiple of 16 bytes, whatever the number of pairs: a kernel is compiled for that.
+    numbers = torch.empty(cdiv(num_experts, 4) * 4 + pairs, dtype=torch.int32, device=x.device)
+    counts, order = numbers[:num_experts], numbers[-pairs:]
     _sort_launches()(_sort_kernel, (num_experts, 1, 1), chosen, order, counts, pairs)
     if many is None:
         many = pairs >= _MANY_PAIRS * num_experts

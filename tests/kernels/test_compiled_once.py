@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from torch import Tensor
 
 from bench.micro.layer import without_dependent_launch
 from hydra_engine.backend.quantized import quantized as quantized_weight
@@ -14,6 +15,7 @@ from hydra_kernels.causal_conv import TILE, causal_conv
 from hydra_kernels.decode_attention import decode_attention
 from hydra_kernels.delta_rule import delta_rule
 from hydra_kernels.epilogue import finish
+from hydra_kernels.experts import grouped_experts, route_tokens
 from hydra_kernels.float8_rows import round_rows
 from hydra_kernels.fused_linear import gated_linear, rope_linear
 from hydra_kernels.linear import invariant_linear, small_linear
@@ -79,7 +81,16 @@ def of_step(tokens: int, first: int) -> object:
         score_tokens(torch.zeros(tokens, 32064), places[:tokens], cu_q[:tokens], 20),
         causal_conv(hidden, taps, conv, tiles, *vectors, tokens=TILE),
         delta_rule(*parts, x[:, :16], x[:, 16:32], *scales, state, *vectors),
+        *mixture(x[:, :64]),
     )
+
+
+def mixture(x: Tensor) -> tuple[object, ...]:
+    """Three of seven experts for each row, of which the third is shared."""
+    logits = x.new_zeros(x.shape[0], 7)
+    experts, weights = route_tokens(logits[:, :6], 2, renormalise=True, shared=logits[:, 6:])
+    matrices = x.new_zeros(7, 64, 64), x.new_zeros(7, 64, 32)
+    return experts, *(grouped_experts(x, experts, weights, *matrices, "silu", many=many) for many in (False, True))
 
 
 def test_no_step_needs_a_kernel_that_another_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,6 +110,8 @@ def test_no_step_needs_a_kernel_that_another_did_not(monkeypatch: pytest.MonkeyP
         "_decode_gqa_kernel": 2,
         "_quantized_linear_kernel": 3,
         "_join_splits_kernel": 2,
+        "_act_and_mul_kernel": 2,
+        "_grouped_linear_kernel": 4,
     }
     assert kinds == {name: several.get(name, 1) for name in kinds}
 
