@@ -27,6 +27,7 @@ from hydra_transformers.classes import cannot_run, image_inputs, load_config, mo
 from hydra_transformers.processor import Expansion, PictureProcessor, num_runs
 from hydra_transformers.rope import AXES, RopeIndex, find_rope_index
 from hydra_transformers.spec import (
+    DEEPSTACK,
     FAMILY,
     PROCESSOR_ERRORS,
     Answer,
@@ -119,8 +120,14 @@ def _check_model(config: Any, text: Any, model: Any) -> None:
         reason = "its attention cannot be replaced"
     elif differing := _differing_sizes(text):
         reason = f"its layers differ in {' and '.join(differing)}"
+    elif _names_deepstack(config) or _names_deepstack(getattr(config, "vision_config", None)):
+        reason = DEEPSTACK
     if reason is not None:
         raise cannot_run(model.__name__, reason)
+
+
+def _names_deepstack(config: Any) -> bool:
+    return config is not None and any(value for name, value in vars(config).items() if name.startswith("deepstack_"))
 
 
 def _differing_sizes(text: Any) -> list[str]:

@@ -28,6 +28,7 @@ from hydra_engine.models.specs.base import SPAN_TOKEN_IDS, ModelSpec
 from hydra_engine.models.vlm import one_thread
 from hydra_transformers.attention import NAME, STEP, Step, register
 from hydra_transformers.processor import TokenTypes
+from hydra_transformers.spec import DEEPSTACK
 from hydra_transformers.surgery import (
     accepts,
     call_before_listed,
@@ -132,10 +133,7 @@ class GenericModel:
         values = {name: value.to(self._dtype) if value.is_floating_point() else value for name, value in arrays.items()}
         output = self._get_image_features(**values)
         if getattr(output, "deepstack_features", None):
-            raise ValueError(
-                "its tower gives features to several layers of the decoder (DeepStack), and the adapter hands on those "
-                "for the first one only"
-            )
+            raise ValueError(DEEPSTACK)
         output = getattr(output, "pooler_output", output)
         if output is None:
             raise ValueError(

@@ -20,6 +20,10 @@ from hydra_engine.models.specs.base import MediaPlan, ModelSpec, View, VisionSpe
 from hydra_engine.models.specs.vision import check_picture
 
 FAMILY = "transformers"
+DEEPSTACK = (
+    "its tower gives features to several layers of the decoder (DeepStack), and the adapter hands on those for the "
+    "first one only"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

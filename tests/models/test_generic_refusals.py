@@ -82,6 +82,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         {},
         "Gemma4ForConditionalGeneration cannot run through transformers here: its layers differ in head_dim$",
     ),
+    "cohere_compass": ({}, r"CohereCompassForConditionalGeneration cannot run .* several layers .* .DeepStack."),
     "instructblip": ({}, "config.json names no image_token_id"),
     "pi0": ({}, "config.json describes no decoder of text: hidden_size is missing"),
 }
