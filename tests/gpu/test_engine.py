@@ -29,7 +29,8 @@ registry = pytest.importorskip("hydra_engine.models.specs.registry")
 pytestmark = pytest.mark.cuda
 
 DEVICE = "cuda:0"
-FAMILIES = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "llava_next", "internvl")
+FAMILIES = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+FAMILIES += ("llava_next", "internvl")
 # Prompt, and sizes of its pictures.
 CASES: list[tuple[str, list[tuple[int, int]]]] = [
     ("What is this?", []),
