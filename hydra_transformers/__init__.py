@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 class _Transformers:
     """Imports each part where it is needed: only the last two need torch."""
 
+    preload = ("hydra_transformers.preload",)
+
     def build_spec(self, files: ModelFiles) -> ModelSpec:
         from hydra_transformers.build_spec import build_generic
 

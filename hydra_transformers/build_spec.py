@@ -8,9 +8,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import msgspec
 
+from hydra_engine.core.processes import launch
+from hydra_engine.core.processes.preloaded import CURRENT, Preloaded
 from hydra_engine.errors import CheckpointError, ConfigError, from_info
 from hydra_engine.models.specs.assemble import ModelFiles
 from hydra_engine.models.specs.base import ModelSpec
@@ -18,7 +21,7 @@ from hydra_engine.models.specs.quantization import read_quantization
 from hydra_transformers.spec import Answer
 
 _DESCRIBE_SECONDS = 300.0
-_COMMAND = (sys.executable, "-m", "hydra_transformers.describe")
+_COMMAND = launch.command("hydra_transformers.describe")
 
 
 def build_generic(files: ModelFiles) -> ModelSpec:
@@ -58,22 +61,40 @@ def describe_in_process(model_dir: str, trust_remote_code: bool) -> ModelSpec:
     # API keys are no business of code that may come with a model.
     variables = {name: value for name, value in os.environ.items() if not name.startswith("HYDRA_")}
     path = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))
+    variables |= {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
     try:
-        done = subprocess.run(
-            [*_COMMAND, model_dir, *flags],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=_DESCRIBE_SECONDS,
-            env=variables | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
-        )
+        output, status = _run([*_COMMAND, model_dir, *flags], variables, CURRENT.get())
     except (OSError, subprocess.TimeoutExpired):
         raise CheckpointError("the process that asks transformers about the model did not answer") from None
     try:
         # The answer is the last line: libraries may write to the same place.
-        answer = msgspec.json.decode(done.stdout.splitlines()[-1], type=Answer)
+        answer = msgspec.json.decode(output.splitlines()[-1], type=Answer)
     except (IndexError, msgspec.MsgspecError):
-        raise CheckpointError(f"transformers failed to read the model (exit status {done.returncode})") from None
+        raise CheckpointError(f"transformers failed to read the model (exit status {status})") from None
     if answer.error is not None:
         raise from_info(answer.error)
     assert answer.spec is not None
     return replace(answer.spec, vision=answer.vision)
+
+
+def _run(command: list[str], environment: dict[str, str], preloaded: Preloaded | None) -> tuple[bytes, int]:
+    """Returns what a command writes, and its exit status. Raises OSError, TimeoutExpired."""
+    if preloaded is None or not preloaded.is_alive:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_DESCRIBE_SECONDS,
+            env=environment | launch.parent_variable(),
+        )
+        return done.stdout, done.returncode
+    with TemporaryFile() as output, open(os.devnull, "r+b") as nothing:
+        descriptors = {0: nothing.fileno(), 1: output.fileno(), 2: nothing.fileno()}
+        process = preloaded.fork(command, descriptors, environment, new_session=True)
+        try:
+            status = process.wait(_DESCRIBE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        output.seek(0)
+        return output.read(), status

@@ -9,12 +9,14 @@ run only when the caller says so.
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+import torch
 import transformers
 from PIL import Image
 
@@ -35,7 +37,7 @@ from hydra_transformers.spec import (
     describe_error,
 )
 
-_LOADER = "hydra_transformers.processor:PictureProcessor.from_spec"
+_LOADER = "hydra_transformers.processor:load_in_child"
 _SIZES = ("head_dim", "num_key_value_heads", "num_attention_heads", "intermediate_size")  # of a layer
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 # Shapes of pictures that are tried: ordinary ones, small, large and long.
@@ -309,12 +311,15 @@ def _digest(model_dir: Path) -> str:
 
 
 def main() -> None:
+    torch.set_num_threads(1)  # there is little to compute
     try:
         spec = describe(Path(sys.argv[1]), trust_remote_code="--trust-remote-code" in sys.argv[2:])
         answer = Answer(spec=replace(spec, vision=None), vision=cast(GenericVisionSpec | None, spec.vision))
     except HydraError as error:
         answer = Answer(error=error.info())
     sys.stdout.buffer.write(b"\n" + msgspec.json.encode(answer) + b"\n")
+    sys.stdout.flush()
+    os._exit(0)  # taking apart what was imported takes longer than all of the above
 
 
 if __name__ == "__main__":

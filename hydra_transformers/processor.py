@@ -223,6 +223,12 @@ class PictureProcessor:
         return text
 
 
+def load_in_child(spec: ProcessorSpec) -> PictureProcessor:
+    """Loads the processor for a process of its own, one of several."""
+    torch.set_num_threads(1)
+    return PictureProcessor.from_spec(spec)
+
+
 def num_runs(token_ids: Sequence[int], image_token_id: int) -> int:
     """Number of runs of adjacent image tokens."""
     return sum(is_image for is_image, _ in itertools.groupby(id == image_token_id for id in token_ids))

@@ -12,6 +12,7 @@ from hydra_engine import log
 from hydra_engine.cli.options import add_all_options, add_model_argument
 from hydra_engine.cli.sources import read_settings
 from hydra_engine.config import EngineConfig, ServerConfig
+from hydra_engine.core.options import NATIVE
 from hydra_engine.preprocess.model_files import find_model_files
 
 if TYPE_CHECKING:
@@ -48,8 +49,9 @@ def start(config: EngineConfig, server: ServerConfig) -> int:
     # Instances load torch during the imports below.
     ahead: dict[str, Spawned] = {}
     try:
-        for name in Topology.parse(config.topology).names:
-            ahead[name] = spawn(COMMAND, name)
+        if config.model_impl in NATIVE:  # others may be forks of one process
+            for name in Topology.parse(config.topology).names:
+                ahead[name] = spawn(COMMAND, name)
         return _serve(config, server, ahead)
     finally:
         for spawned in ahead.values():

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import os
 import socket
-import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -26,6 +25,7 @@ from hydra_engine.cluster.channel import (
     send_with,
 )
 from hydra_engine.cluster.spawn import OPENMP_IDLE, Spawned, spawn
+from hydra_engine.core.processes.preloaded import Preloaded, Process
 from hydra_engine.core.processes.status import waited_s
 from hydra_engine.core.units import describe_exit
 
@@ -68,9 +68,7 @@ class Child(Protocol):
 
 
 class ProcessChild:
-    def __init__(
-        self, incarnation: int, end: FrontendSocket, control: socket.socket, process: subprocess.Popen[bytes]
-    ) -> None:
+    def __init__(self, incarnation: int, end: FrontendSocket, control: socket.socket, process: Process) -> None:
         self.incarnation = incarnation
         self.end = end
         self.pid = process.pid
@@ -78,10 +76,16 @@ class ProcessChild:
         self._process = process
 
     @classmethod
-    async def launch(cls, command: Sequence[str], start: channel.Start, ahead: Spawned | None = None) -> ProcessChild:
+    async def launch(
+        cls,
+        command: Sequence[str],
+        start: channel.Start,
+        ahead: Spawned | None = None,
+        preloaded: Preloaded | None = None,
+    ) -> ProcessChild:
         """Takes `ahead`, a process that was started early for this instance, or starts one. Its messages arrive on the
         next turn of the loop at the earliest. Raises OSError."""
-        spawned = ahead or spawn(command, start.name)
+        spawned = ahead or spawn(command, start.name, preloaded)
         try:
             end = await FrontendSocket.open(spawned.channel)
         except BaseException:

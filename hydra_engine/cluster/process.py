@@ -23,6 +23,7 @@ from typing import Protocol
 from hydra_engine import log
 from hydra_engine.cluster.channel import InstanceSocket
 from hydra_engine.cluster.peers import PeerSockets
+from hydra_engine.cluster.spawn import INSTANCE
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.messages import WIRE_VERSION, Failed
 from hydra_engine.core.pools import Exports
@@ -54,7 +55,7 @@ def load_instance() -> RunInstance:
     """Imports torch and the instance, which takes seconds; the supervisor can end this process meanwhile. Freezes the
     imported objects, since garbage collections, also during steps, would find nothing to free among them."""
     gc.disable()
-    run: RunInstance = import_module("hydra_engine.instance.build").run_instance
+    run: RunInstance = import_module(INSTANCE).run_instance
     gc.freeze()
     gc.enable()
     atexit.register(_thaw_for_triton)

@@ -16,7 +16,9 @@ from typing import NamedTuple
 
 from hydra_engine.config import SECRET_VARIABLES
 from hydra_engine.core.processes import launch
+from hydra_engine.core.processes.preloaded import Preloaded, Process
 
+INSTANCE = "hydra_engine.instance.build"  # what an instance process imports
 COMMAND = launch.command("hydra_engine.cluster.process")
 # An idle OpenMP team that spins would steal the cores from the other lane and from the extension's threads.
 OPENMP_IDLE = ("OMP_WAIT_POLICY", "PASSIVE")
@@ -25,7 +27,7 @@ OPENMP_IDLE = ("OMP_WAIT_POLICY", "PASSIVE")
 class Spawned(NamedTuple):
     """A process that waits for its first message, and the parent's ends of its sockets."""
 
-    process: subprocess.Popen[bytes]
+    process: Process
     channel: socket.socket
     control: socket.socket
 
@@ -36,22 +38,26 @@ class Spawned(NamedTuple):
         self.control.close()
 
 
-def spawn(command: Sequence[str], name: str) -> Spawned:
-    """Starts an instance process. The kernel kills it when the calling thread ends (`launch.bind_to_parent`), so only
-    the loop's thread, which lives as long as the frontend, may call this. Raises OSError."""
+def spawn(command: Sequence[str], name: str, preloaded: Preloaded | None = None) -> Spawned:
+    """Starts an instance process, as a fork of `preloaded` if that is there. The kernel kills it when the calling
+    thread ends (`launch.bind_to_parent`), so only the loop's thread, which lives as long as the frontend, may call
+    this. Raises OSError."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     control, control_theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     control.setblocking(False)
     with theirs, control_theirs:
         try:
-            return Spawned(start_python([*command, "--name", name], theirs, control_theirs), ours, control)
+            process = start_python([*command, "--name", name], theirs, control_theirs, preloaded)
+            return Spawned(process, ours, control)
         except OSError:
             ours.close()
             control.close()
             raise
 
 
-def start_python(command: Sequence[str], channel: socket.socket, control: socket.socket) -> subprocess.Popen[bytes]:
+def start_python(
+    command: Sequence[str], channel: socket.socket, control: socket.socket, preloaded: Preloaded | None = None
+) -> Process:
     """Starts a Python process that inherits these sockets and no secret environment variables. Raises OSError."""
     descriptors = [channel.fileno(), control.fileno()]
     command = [*command, "--fd", str(descriptors[0]), "--control", str(descriptors[1])]
@@ -59,6 +65,9 @@ def start_python(command: Sequence[str], channel: socket.socket, control: socket
     environment = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_parent, environment.get("PYTHONPATH")]))
     environment.setdefault(*OPENMP_IDLE)
+    if preloaded is not None and preloaded.is_alive:
+        numbers = {number: number for number in descriptors}
+        return preloaded.fork(command, numbers, environment, new_session=False)
     environment |= launch.parent_variable()
     # Ctrl-C goes to the whole group, and to this process before it has come to ignore it (`process.main`).
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -66,3 +75,30 @@ def start_python(command: Sequence[str], channel: socket.socket, control: socket
         return subprocess.Popen(command, pass_fds=descriptors, env=environment, stdin=subprocess.DEVNULL)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+_SHARED = ("PATH", "HOME", "TMPDIR", "LANG", "LC_ALL", "PYTHONHOME", "PYTHONPATH", "HF_HOME", "HF_MODULES_CACHE")
+# Of variables that libraries read when they are imported.
+_EARLY = (
+    "ATEN_",
+    "CUDA_",
+    "GOMP_",
+    "KMP_",
+    "LD_",
+    "MALLOC_",
+    "MKL_",
+    "NVIDIA_",
+    "OMP_",
+    "OPENBLAS_",
+    "TORCH",
+    "TRITON_",
+)
+
+
+def shared_environment() -> dict[str, str]:
+    """Returns the environment of a process that instances and sandboxed processes are forked from: nothing secret."""
+    environment = {name: value for name, value in os.environ.items() if name in _SHARED or name.startswith(_EARLY)}
+    package_parent = str(Path(__file__).resolve().parents[2])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_parent, environment.get("PYTHONPATH")]))
+    environment.setdefault(*OPENMP_IDLE)
+    return environment | {"HF_HUB_OFFLINE": "1"}

@@ -26,6 +26,7 @@ from hydra_engine.cluster.spawn import COMMAND, Spawned
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.instances import Condition, InstanceState, Role, Topology
 from hydra_engine.core.messages import WIRE_VERSION, Failed, Loading, PeerState, Ready, SetRole, Shutdown, ToFrontend
+from hydra_engine.core.processes.preloaded import Preloaded
 from hydra_engine.core.processes.status import process_status
 from hydra_engine.core.reports import Status
 from hydra_engine.errors import ConfigError, EngineClosed, HydraError, ResourceError, TransferError, from_info
@@ -58,12 +59,13 @@ class Supervisor:
         members = zip(topology.names, placed.instances, strict=True)
         self._members = {name: Member(name, spec, config, pace) for name, spec in members}
         self._has_peers = len(self._members) > 1
-        self._processes = processes or self._has_peers
+        self.processes = processes or self._has_peers
         self._strict = strict_channel
         self._clock = clock or MonotonicClock()
         self._pace = pace
         self._command = command
         self._ahead = {} if ahead is None else ahead
+        self.preloaded: Preloaded | None = None  # what instance processes are forks of
         self._longest_pause_s = config.cluster.suspect_s / 2
         # Unique over all starts of the engine on this machine, as nothing of an earlier one may be taken for ours.
         self._incarnations = itertools.count(time.time_ns())
@@ -152,8 +154,8 @@ class Supervisor:
             self._clock.now(), next(self._incarnations), neighbours=neighbours, has_peers=self._has_peers
         )
         child: Child
-        if self._processes:
-            child = await ProcessChild.launch(self._command, start, self._ahead.pop(member.name, None))
+        if self.processes:
+            child = await ProcessChild.launch(self._command, start, self._ahead.pop(member.name, None), self.preloaded)
         else:
             child = ThreadChild.launch(start, strict=self._strict)
         member.child = child
@@ -318,7 +320,7 @@ class Supervisor:
         self._schedule_restart(member, reason, now)
 
     def _schedule_restart(self, member: Member, reason: str, now: float) -> None:
-        waits = member.restarts.record_death(member.served_s(now)) if self._processes else None
+        waits = member.restarts.record_death(member.served_s(now)) if self.processes else None
         if waits is not None:
             member.start_due_s, member.start_due_if_needed_s = now + waits.usual_s, now + waits.needed_s
             member.condition = Condition.STARTING
@@ -326,7 +328,7 @@ class Supervisor:
             logger.error("instance %s %s; it starts again in %g s", member.name, reason, wait_s)
         else:
             member.condition = Condition.FAILED
-            if self._processes:
+            if self.processes:
                 reason += f"; {self._pace.max_failed_starts} starts in a row have failed"
             logger.error("instance %s %s; it is not started again", member.name, reason)
         member.reason = reason

@@ -8,16 +8,20 @@ never imports torch.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 from hydra_engine.clock import Clock, MonotonicClock
 from hydra_engine.cluster.member import InstanceLink
+from hydra_engine.cluster.spawn import INSTANCE, shared_environment
 from hydra_engine.cluster.supervisor import Ahead, Supervisor
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.call import GenerationCall
@@ -25,6 +29,7 @@ from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import InstanceState, Topology
 from hydra_engine.core.messages import Loading, ResetCaches, ToFrontend, ToInstance
 from hydra_engine.core.outputs import Result
+from hydra_engine.core.processes.preloaded import CURRENT, Preloaded
 from hydra_engine.core.reports import InstanceSummary, LedgerReport, Status
 from hydra_engine.core.sampling import NO_DEFAULTS, GenerationDefaults
 from hydra_engine.errors import EngineClosed, HydraError, InvalidRequest, RequestAborted, Unavailable, retry_after_s
@@ -38,7 +43,8 @@ from hydra_engine.frontend.routing.placement import Placement, check_fits, plan_
 from hydra_engine.frontend.routing.router import missing_for_good
 from hydra_engine.frontend.routing.stand_ins import StandIns
 from hydra_engine.frontend.transitions import RETRY_AFTER_S, Dispatcher, Report
-from hydra_engine.models.specs.registry import load_spec
+from hydra_engine.models.specs.base import ModelSpec
+from hydra_engine.models.specs.registry import load_spec, modules_to_preload
 from hydra_engine.preprocess.media.media import MediaLoader
 from hydra_engine.preprocess.preprocessor import Preprocessor
 from hydra_engine.preprocess.sandbox.texts import SandboxedTexts
@@ -72,6 +78,7 @@ class Frontend:
         self._defaults = defaults
         self._clock = clock or MonotonicClock()
         self._supervisor = supervisor or Supervisor(config, processes=processes, ahead=ahead)
+        self._preloaded: Preloaded | None = None
         self._links: dict[str, InstanceLink] = {}
         self._summaries: dict[str, InstanceSummary] = {}  # instances that are down included
         self._on_progress: OnProgress | None = None
@@ -101,16 +108,47 @@ class Frontend:
     # ---- start and end
 
     async def start(self, on_progress: OnProgress) -> None:
+        """Returns when requests can be submitted."""
+        try:
+            await self._start(on_progress)
+        except BaseException:
+            self._end_preloaded()
+            raise
+
+    async def _load_spec(self) -> ModelSpec:
+        """Loads the spec. What processes of another package's models import is imported meanwhile, once."""
+        options, modules = self.config.spec_options, modules_to_preload(self.config.model_impl)
+        if not modules:
+            return await asyncio.to_thread(load_spec, self.config.model_path, options)
+        with contextlib.suppress(OSError):  # then every process imports what it needs
+            self._preloaded = Preloaded([INSTANCE, *modules], shared_environment())
+        self._supervisor.preloaded = self._preloaded
+        if not self._supervisor.processes:
+            for module in modules:
+                await asyncio.to_thread(import_module, module)
+        context = copy_context()
+        context.run(CURRENT.set, self._preloaded)
+        spec = await self._loop.run_in_executor(None, context.run, load_spec, self.config.model_path, options)
+        if spec.processor is None and not self._supervisor.processes:
+            self._end_preloaded()
+        return spec
+
+    def _end_preloaded(self) -> None:
+        if self._preloaded is not None:
+            self._preloaded.close()
+        self._preloaded = self._supervisor.preloaded = None
+
+    async def _start(self, on_progress: OnProgress) -> None:
         """Returns when requests can be submitted. The tokenizer loads and the media decoders start while the instances
         read their weights."""
-        path, in_thread = self.config.model_path, self._loop.run_in_executor
-        spec = await in_thread(None, load_spec, path, self.config.spec_options)
+        path = self.config.model_path
+        spec = await self._load_spec()
         self._placement = Placement(spec.vision is not None, spec.language.has_states)
         self._placement.check(self.config.topology)
         if self._placement.keeps_states:
             self._stealing.stop()
         self._on_progress = on_progress
-        loader = MediaLoader(spec, self.config.media, self._clock)
+        loader = MediaLoader(spec, self.config.media, self._clock, preloaded=self._preloaded)
         texts = SandboxedTexts(path, TextSpec.from_spec(spec), self.config.chat_template)
         beside = asyncio.gather(texts.start(), loader.warm_up())
         try:
@@ -157,6 +195,7 @@ class Frontend:
         await self._supervisor.stop()
         if self._preprocessor is not None:
             await self._preprocessor.close()
+        self._end_preloaded()
 
     async def _tick(self) -> None:
         while True:

@@ -73,7 +73,10 @@ class LoadedModel(ServedModel, Protocol):
 
 class ModelImplementation(Protocol):
     """Models that another package computes. It is imported in the frontend too, so the module of this object imports no
-    torch."""
+    torch.
+
+    An attribute `preload` may name modules that several of its processes import: they are then forks of one that has,
+    which has no other use and one thread. `build_spec` may fork it too (`core/processes/preloaded.py`)."""
 
     def build_spec(self, files: ModelFiles, /) -> ModelSpec:
         """Builds the spec of a checkpoint. Raises CheckpointError, with the reason, if it cannot be served, ConfigError

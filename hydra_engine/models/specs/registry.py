@@ -44,6 +44,11 @@ def load_spec(model_dir: Path, options: SpecOptions | None = None) -> ModelSpec:
     return replace(spec, at_load=at_load(wanted)) if wanted in AT_LOAD else spec
 
 
+def modules_to_preload(name: str) -> tuple[str, ...]:
+    """Returns the modules that processes of this model implementation share; none for the engine's own."""
+    return () if name in NATIVE else tuple(getattr(find_implementation(name), "preload", ()))
+
+
 def find_implementation(name: str) -> Any:
     """Finds the `ModelImplementation` of this name, in another package. Raises ConfigError if none is installed."""
     found = load_entry_point(MODEL_IMPLEMENTATIONS, name)

@@ -22,6 +22,7 @@ from hydra_engine.core.call import ImagePart, MediaPart, VideoPart
 from hydra_engine.core.fairness import ByteBudget, Lease, Turns, WorkerPool
 from hydra_engine.core.messages import PixelPayload
 from hydra_engine.core.outputs import StageSpan
+from hydra_engine.core.processes.preloaded import Preloaded
 from hydra_engine.core.prompting import AS_CONFIGURED, MediaLimits, PixelBudget
 from hydra_engine.errors import HydraError, InvalidRequest, from_info
 from hydra_engine.models.specs.base import MediaPlan, ModelSpec, VideoInfo, no_videos
@@ -95,7 +96,14 @@ def media_limits(spec: ModelSpec, limits: MediaConfig) -> MediaLimits:
 class MediaLoader:
     """The loader of one preprocessor; `load` runs on the loop, the work in threads and child processes."""
 
-    def __init__(self, spec: ModelSpec, limits: MediaConfig, clock: Clock, resolve: Resolve | None = None) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        limits: MediaConfig,
+        clock: Clock,
+        resolve: Resolve | None = None,
+        preloaded: Preloaded | None = None,
+    ) -> None:
         self.media_limits = media_limits(spec, limits)
         self._spec = spec
         self._limits = limits
@@ -105,7 +113,9 @@ class MediaLoader:
         self._opened = ByteBudget(_MAX_OPENED_BYTES)
         self._decoders = Decoders()
         self._pixels = PixelCache(limits.pixel_cache_mib << 20)
-        self._processor = None if spec.processor is None else ImageProcessor(spec.processor, limits.decode_workers)
+        self._processor = None
+        if spec.processor is not None:
+            self._processor = ImageProcessor(spec.processor, limits.decode_workers, preloaded)
         self._opener = None if spec.vision is None else Opener(spec.vision, limits, self._decoders, self._processor)
         noun = "pictures and videos"
         self._workers = WorkerPool(

@@ -29,6 +29,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from hydra_engine.core.processes.launch import parent_variable
+from hydra_engine.core.processes.preloaded import Preloaded, Process
 from hydra_engine.core.processes.status import is_stopped, longest_wait_s, waited_s
 from hydra_engine.core.units import describe_exit
 from hydra_engine.errors import EngineClosed, Unavailable, from_info
@@ -75,8 +76,10 @@ class Child:
         setup: Sequence[str],
         environment: Mapping[str, str],
         on_end: Callable[[Child], None],
+        preloaded: Preloaded | None = None,
     ) -> None:
-        """Starts the process; `on_end` is called on its thread when it has ended. Raises OSError or RuntimeError."""
+        """Starts the process, as a fork of `preloaded` if that is there; `on_end` is called on its thread when it has
+        ended. Raises OSError or RuntimeError."""
         self._memory: _SharedMemory | None = None
         self._has_started = False
         self._ended = threading.Event()
@@ -84,9 +87,9 @@ class Child:
         self._socket.settimeout(_LOOK_SECONDS)
         try:
             with theirs:
-                process: Future[subprocess.Popen[bytes]] = Future()
+                process: Future[Process] = Future()
                 whole = [*command, str(theirs.fileno()), *setup]
-                arguments = (process, whole, theirs.fileno(), environment, on_end)
+                arguments = (process, whole, theirs.fileno(), environment, on_end, preloaded)
                 threading.Thread(target=self._live, args=arguments, name="sandbox", daemon=True).start()
                 self._process = process.result()
         except (OSError, RuntimeError):
@@ -95,26 +98,17 @@ class Child:
 
     def _live(
         self,
-        process: Future[subprocess.Popen[bytes]],
+        process: Future[Process],
         command: Sequence[str],
         descriptor: int,
         environment: Mapping[str, str],
         on_end: Callable[[Child], None],
+        preloaded: Preloaded | None,
     ) -> None:
         """Starts the process, and reaps it when it ends. Needs its own thread, because for the kernel the end of the
         thread that starts a process is the end of the parent."""
         try:
-            process.set_result(
-                subprocess.Popen(
-                    command,
-                    pass_fds=[descriptor],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    env={**environment, **parent_variable()},
-                    start_new_session=True,  # a terminal's Ctrl-C is the parent's business
-                )
-            )
+            process.set_result(_start(command, descriptor, environment, preloaded))
         except OSError as error:
             process.set_exception(error)
             return
@@ -195,6 +189,25 @@ class Child:
             memory.close()
 
 
+def _start(
+    command: Sequence[str], descriptor: int, environment: Mapping[str, str], preloaded: Preloaded | None
+) -> Process:
+    """Starts a process with one descriptor, in a session of its own: a terminal's Ctrl-C is the parent's business."""
+    if preloaded is not None and preloaded.is_alive:
+        with open(os.devnull, "r+b") as nothing:
+            descriptors = {**dict.fromkeys(range(3), nothing.fileno()), descriptor: descriptor}
+            return preloaded.fork(command, descriptors, environment, new_session=True)
+    return subprocess.Popen(
+        command,
+        pass_fds=[descriptor],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**environment, **parent_variable()},
+        start_new_session=True,
+    )
+
+
 class _Patience:
     """The limits of the wait for a busy child: a deadline, and less if the child was stopped."""
 
@@ -272,6 +285,7 @@ class ChildHost(Generic[A]):
         variables: Mapping[str, str] = MappingProxyType({}),
         inherited: Iterable[str] = (),
         max_answer_bytes: int = MAX_ANSWER_BYTES,
+        preloaded: Preloaded | None = None,
     ) -> None:
         """`command FD SETUP` is started with the environment that an interpreter needs, the variables `inherited` from
         this process, and `variables`. `purpose` is a verb and an object: "decode images"."""
@@ -281,6 +295,7 @@ class ChildHost(Generic[A]):
         self._environment = {**environment(inherited), **variables}
         self._answer_type = answer_type
         self._max_answer_bytes = max_answer_bytes
+        self._preloaded = preloaded
         self._lock = threading.Lock()
         self._closed = False
         self._children: set[Child] = set()
@@ -375,7 +390,7 @@ class ChildHost(Generic[A]):
     def _new_child(self) -> Child:
         """A new child, which may still be starting."""
         try:
-            child = Child(self._command, self._setup, self._environment, self._on_end)
+            child = Child(self._command, self._setup, self._environment, self._on_end, self._preloaded)
         except (OSError, RuntimeError) as error:  # no process, or no thread to wait for it
             raise self._unavailable() from error
         with self._lock:

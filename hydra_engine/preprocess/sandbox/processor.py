@@ -16,6 +16,7 @@ import numpy as np
 from hydra_engine.core.ids import ImageDigest
 from hydra_engine.core.messages import ArrayLayout, PixelPayload
 from hydra_engine.core.processes import launch
+from hydra_engine.core.processes.preloaded import Preloaded
 from hydra_engine.errors import HydraError, InvalidImage, from_info
 from hydra_engine.models.specs.base import SPAN_TOKEN_IDS, ItemPlan, MediaPlan, ProcessorSpec, View
 from hydra_engine.preprocess.sandbox.child_host import ChildDied, ChildHost
@@ -59,7 +60,7 @@ class ProcessedPicture(PixelPayload):
 class ImageProcessor:
     """The model's own image processor, in up to `max_children` processes. Thread-safe."""
 
-    def __init__(self, spec: ProcessorSpec, max_children: int = 1) -> None:
+    def __init__(self, spec: ProcessorSpec, max_children: int = 1, preloaded: Preloaded | None = None) -> None:
         self._spec = spec
         self._lock = threading.Lock()
         self._left = max_children - 1  # children that may still be started
@@ -72,6 +73,7 @@ class ImageProcessor:
             variables=_SETTINGS,
             inherited=_FOLDERS,
             max_answer_bytes=MAX_ARRAY_BYTES,
+            preloaded=preloaded,
         )
 
     def process(self, digest: ImageDigest, size: tuple[int, int], pixels: bytes) -> ProcessedPicture:
