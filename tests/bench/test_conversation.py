@@ -19,7 +19,9 @@ CLOSED = "<think>\\n\\n</think>\\n\\n"  # at the end of a prompt, and not in the
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "reasons"), [("llava", False), ("qwen2_5_vl", False), ("qwen3_vl", True)])
+@pytest.mark.parametrize(
+    ("family", "reasons"), [("llava", False), ("qwen2_5_vl", False), ("qwen3_vl", True), ("qwen3_5", False)]
+)
 def test_each_turn_computes_its_own_tokens_and_encodes_its_picture(family: str, reasons: bool, tmp_path: Path) -> None:
     make_tiny(family, tmp_path / "model", seed=1, text={"max_position_embeddings": 2048})
     if reasons:
@@ -50,7 +52,8 @@ def test_each_turn_computes_its_own_tokens_and_encodes_its_picture(family: str, 
 
 
 def test_a_screenshot_has_a_thousand_tokens_where_the_model_allows_it() -> None:
-    assert screenshot("qwen2.5-vl-3b") == (1120, 700) == screenshot("llava-1.5-7b")
+    assert screenshot("qwen3-vl-2b") == screenshot("qwen3.5-0.8b") == (1280, 800)
+    assert screenshot("qwen2.5-vl-3b") == screenshot("llava-1.5-7b") == (1120, 700), "576 tokens, whatever its size"
 
 
 def figures(system: str, ttfts_s: tuple[float, ...], **more: Any) -> dict[str, Any]:
