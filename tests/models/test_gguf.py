@@ -85,7 +85,7 @@ def folder_of(model: Path, mmproj: Path | None = None) -> Path:
     return find_model_files(EngineConfig(model=str(model), mmproj=None if mmproj is None else str(mmproj))).model_path
 
 
-@pytest.mark.quick("llava", "qwen3_5")
+@pytest.mark.quick("llava", "qwen3_5]")
 @pytest.mark.parametrize("family", WITH_PICTURES)
 def test_logits_with_pictures_are_those_of_the_directory(
     family: str, checkpoint: CheckpointFactory, reference: Backend, tmp_path: Path

@@ -211,6 +211,10 @@ def test_a_disk_that_takes_nothing_costs_the_next_start_only(
 def test_weights_that_are_not_packed_are_refused(plain: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="on a processor with the native extension"):
         load(plain, create_backend("cpu", torch.float32, backend="reference", threads=1), tmp_path / "cache")
+
+
+@pytest.mark.slow
+def test_an_engine_with_drawn_weights_has_no_packed_cache(plain: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="for a checkpoint's weights"):
         Engine(plain, load_format="random", packed_cache=str(tmp_path / "cache"))
 

@@ -68,7 +68,7 @@ def test_embeddings_under_the_heads_name_are_written_under_their_own(
     assert torch.equal(logits(tmp_path / "out"), logits(plain, "int8"))
 
 
-@pytest.mark.quick("fp8-int8", "w4-g_idx")
+@pytest.mark.quick("fp8-int8", "w4-g_idx-int8")
 @pytest.mark.parametrize("wanted", ["int4", "int8"])
 @pytest.mark.parametrize("method", ["fp8", "fp8-compressed-channel", "gptq-act-order", "w4-g_idx"])
 def test_matrices_that_a_start_takes_from_another_form_are_written_likewise(
