@@ -33,7 +33,7 @@ from hydra_engine.models.specs.gguf_config import describe
 from hydra_engine.models.specs.gguf_file import GgufHeader, read_gguf
 from hydra_engine.preprocess.text.gguf_tokenizer import tokenizer_files
 
-_FORM = 3  # version of the directories; a new version has new ones
+_FORM = 4  # version of the directories; a new version has new ones
 _ROPE = "rope_freqs.weight"
 _MODEL, _MMPROJ = "model-{:05}.gguf", "mmproj.gguf"  # names in the directories
 

@@ -104,6 +104,18 @@ def test_logits_with_pictures_are_those_of_the_directory(
         assert made.driver.generate(ours, 8, [11]) == pair.driver.generate(theirs, 8, [11])
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen2_vl"])
+def test_frames_of_a_video_are_sized_as_by_the_published_processors(
+    family: str, checkpoint: CheckpointFactory, tmp_path: Path
+) -> None:
+    """A video as long as its frames are small has more pixels than any picture; other types take a picture's limits."""
+    directory = checkpoint(f"gguf-{family}", family, **WITH_PICTURES[family])
+    vision: Any = load_spec(folder_of(*write_gguf(directory, tmp_path))).vision
+    videos = vision.frames if family == "qwen3_5" else vision.sampling
+    published = {"qwen3_5": (4096, 25165824), "qwen2_vl": (56 * 56, 3584 * 3584)}[family]
+    assert (videos.limits.min_pixels, videos.limits.max_pixels) == published
+
+
 @pytest.mark.parametrize("name", TEXT_ONLY)
 def test_logits_of_text_models_are_those_of_the_directory(
     name: str, checkpoint: CheckpointFactory, reference: Backend, tmp_path: Path

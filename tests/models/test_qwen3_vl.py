@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 
 from hydra_engine.backend.base import Backend
@@ -17,6 +19,7 @@ from hydra_engine.models.loading.safetensors_checkpoint import canonical_name
 from hydra_engine.models.qwen_vl.model import Qwen3VlVision
 from hydra_engine.models.specs.registry import load_spec
 from tests.models.conftest import CheckpointFactory
+from tests.models.driver import Driver
 from tests.models.families.base import Pair, clip, picture
 from tests.models.families.qwen3_vl import QWEN3_VL
 from tests.models.specs import test_qwen3_5, test_qwen3_vl
@@ -82,3 +85,18 @@ def test_a_model_that_is_only_asked_about_text_needs_no_image_cache(
     with_cache = pair.driver.run(pair.driver.request(ids), [])
     pair.driver.image_cache = None  # type: ignore[assignment]
     assert torch.equal(pair.driver.run(pair.driver.request(ids), []), with_cache)
+
+
+def test_layers_that_guess_further_tokens_are_not_read(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+    """Names as published: tower and decoder below `model.`, the head and the guessing layers beside it."""
+    source = checkpoint("qwen3_5-flops", "qwen3_5")
+    directory = Path(shutil.copytree(source, tmp_path / "model"))
+    tensors = load_file(directory / "model.safetensors")
+    assert {name.split(".")[0] for name in tensors} == {"model", "lm_head"}
+    assert {name.split(".")[1] for name in tensors if name.startswith("model")} == {"language_model", "visual"}
+    tensors |= {"mtp.fc.weight": torch.ones(64, 128), "mtp.layers.0.mlp.up_proj.weight": torch.ones(96, 64)}
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    backend = create_backend("cpu", torch.float32, backend="reference", threads=1)
+    plain, more = Driver(source, backend), Driver(directory, backend)
+    prompt = [1, 90, 17]
+    assert torch.equal(more.run(more.request(prompt), []), plain.run(plain.request(prompt), []))

@@ -1,5 +1,5 @@
 """Converts the settings of GGUF files to the files of a Hugging Face directory of the same model: config.json,
-generation_config.json and preprocessor_config.json, from which the families' specs are built.
+generation_config.json and the processors' settings, from which the families' specs are built.
 
 Input is a text model and, for pictures, its mmproj: a file with the vision tower and the projector. Values that neither
 file has are those of the family's published checkpoints. Does not know tokenizers or weights.
@@ -130,7 +130,12 @@ def describe(text: GgufHeader, mmproj: GgufHeader | None, rope_factors: tuple[fl
         **_placeholders(text.settings, model_type),
         **kept,
     }
-    return files | {"config.json": top, "preprocessor_config.json": pictures}
+    files |= {"config.json": top, "preprocessor_config.json": pictures}
+    if model_type in _TIMED:
+        # Pixels of all frames in the published checkpoints; other types take those of pictures for each frame.
+        shared = {name: value for name, value in pictures.items() if not name.endswith("_pixels")}
+        files["video_preprocessor_config.json"] = shared | {"size": {"shortest_edge": 1 << 12, "longest_edge": 3 << 23}}
+    return files
 
 
 def _quantization(tensors: Iterable[GgufTensor]) -> dict[str, Any]:
@@ -443,6 +448,7 @@ _PICTURE_PIXELS = {
     "qwen3_vl_moe": (1 << 16, 1 << 24),
     "qwen3_5_moe": (1 << 16, 1 << 24),
 }
+_TIMED = {"qwen3_vl", "qwen3_5", "qwen3_vl_moe", "qwen3_5_moe"}  # whose prompts have the times of a video's frames
 _LAST = ("mm.2.weight", "mm.model.mlp.3.weight")  # of the projector
 
 
