@@ -30,7 +30,7 @@ from tools.miniatures.llava_siglip import longrope
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
-FAMILIES = ("smolvlm", "gemma3", "llava", "idefics3", "llava_phi3")
+FAMILIES = ("smolvlm", "gemma3", "llava", "idefics3", "llava_phi3", "glm_ocr", "paddleocr_vl")
 OPTIONS: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
 CASES: list[tuple[str, list[tuple[int, int]]]] = [
     ("What is this?", []),
@@ -158,7 +158,9 @@ def test_the_frontend_runs_no_torch_and_leaves_no_process(models: Mapping[str, P
         engine = Engine({str(models["gemma3"])!r}, model_impl="transformers", processes=True, threads=1)
         processor = engine.frontend.preprocessor._loader._processor
         first = engine.generate("Hello", Image.new("RGB", (30, 40), "teal"), **{OPTIONS!r})
-        pids = [*processor._host.pids(), engine.instances()[0].pid]
+        pids = [*processor._host.pids(), engine.instances()[0].pid, engine.frontend._preloaded._process.pid]
+        parents = {{int(open(f"/proc/{{pid}}/stat").read().rpartition(")")[2].split()[1]) for pid in pids[:-1]}}
+        assert parents == {{pids[-1]}}, "torch and transformers are imported once"
         engine.close()
         print("torch" in sys.modules, len(first.token_ids), *pids)
     """
@@ -168,6 +170,21 @@ def test_the_frontend_runs_no_torch_and_leaves_no_process(models: Mapping[str, P
     assert (has_torch, num_tokens) == ("False", "24")
     for pid in pids:
         assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.slow
+def test_the_end_of_what_is_forked_is_that_of_an_instance(
+    make_engine: EngineFactory, models: Mapping[str, Path]
+) -> None:
+    """A successor of the instance, and of the processor's child, starts in full."""
+    engine = make_engine(model=models["gemma3"], model_impl="transformers", processes=True)
+    expected = engine.generate("Hello", picture(1), **OPTIONS)
+    preloaded, instance = engine.frontend._preloaded, engine.instances()[0].pid
+    assert preloaded is not None
+    preloaded._process.kill()
+    assert engine.generate("Hello", picture(1), **OPTIONS).token_ids == expected.token_ids
+    assert engine.generate("Hello", picture(2), **OPTIONS).token_ids
+    assert engine.instances()[0].pid not in (None, instance)
 
 
 @pytest.mark.slow
