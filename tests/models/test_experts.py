@@ -23,6 +23,7 @@ from hydra_engine.core.options import SpecOptions
 from hydra_engine.errors import CheckpointError
 from hydra_engine.models.build import build_model, load_model
 from hydra_engine.models.layers.experts import Experts
+from hydra_engine.models.loading.checkpoint import MAX_EXPERTS
 from hydra_engine.models.loading.parameters import Demands, Scope
 from hydra_engine.models.specs.base import Mixture
 from hydra_engine.models.specs.registry import load_spec
@@ -199,6 +200,18 @@ def test_a_shared_expert_has_the_width_of_the_others(checkpoint: CheckpointFacto
     with pytest.raises(CheckpointError) as caught:
         load_spec(directory)
     assert "shared_expert_intermediate_size in config.json must be 40, as moe_intermediate_size" in caught.value.message
+
+
+def test_a_small_file_cannot_name_experts_without_end(plain: Path, tmp_path: Path, reference: Backend) -> None:
+    def multiply(tensors: dict[str, Tensor]) -> None:
+        count = MAX_EXPERTS + 1
+        tensors |= {f"{LAYER}gate_up_proj": torch.ones(count, 2, 1), f"{LAYER}down_proj": torch.ones(count, 1, 1)}
+
+    message = refusal(rewrite(plain, tmp_path / "many", multiply), reference)
+    assert (
+        message
+        == f"the weights name more than {MAX_EXPERTS} experts, up to tensor {LAYER}gate_up_proj; no model has as many"
+    )
 
 
 def test_counts_in_the_config_are_checked(plain: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from hydra_engine.backend.select import create_backend
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.options import SpecOptions
 from hydra_engine.errors import CheckpointError, ConfigError
+from hydra_engine.models.loading.checkpoint import MAX_EXPERTS
 from hydra_engine.models.loading.gguf_checkpoint import ordered
 from hydra_engine.models.loading.gguf_names import Order
 from hydra_engine.models.loading.gguf_tensors import decode_in_torch, decoded
@@ -163,6 +164,13 @@ def test_experts_are_cut_out_of_the_tensors_of_all(
                 assert isinstance(weight, QuantizedWeight)
                 assert np.array_equal(weight.dequantized(torch.float32).numpy(), expected)
         assert isinstance(files.read("model.layers.1.mlp.gate.weight"), Tensor)
+    many = {"blk.0.ffn_up_exps.weight": torch.ones(MAX_EXPERTS, 1, 1)}
+    copied(text, tmp_path / "many.gguf", added=many, leave_out=set(many))
+    folder = folder_of(tmp_path / "many.gguf")
+    with pytest.raises(
+        CheckpointError, match=f"name more than {MAX_EXPERTS} experts, up to tensor blk.0.ffn_up_exps.weight"
+    ):
+        open_checkpoint(folder)
     plain, _ = write_gguf(directory, tmp_path / "plain")
     tensors = {tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in gguf.GGUFReader(plain).tensors}
     added, gone = {}, set()

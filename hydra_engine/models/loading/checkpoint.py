@@ -11,7 +11,9 @@ from typing import NamedTuple, Protocol, Self
 from torch import Tensor
 
 from hydra_engine.backend.quantized import QuantizedWeight
+from hydra_engine.errors import CheckpointError
 
+MAX_EXPERTS = 1 << 18  # in all layers of a checkpoint together; a header of few bytes may name any number
 _SHOWN = 8  # names per complaint; the log has all of them
 
 
@@ -61,6 +63,15 @@ class Checkpoint(Protocol):
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *_: object) -> None: ...
+
+
+def check_experts(name: str, count: int) -> None:
+    """Raises CheckpointError if a checkpoint has more than MAX_EXPERTS experts; `name` is the tensor with the last of
+    them."""
+    if count > MAX_EXPERTS:
+        raise CheckpointError(
+            f"the weights name more than {MAX_EXPERTS} experts, up to tensor {name[:120]}; no model has as many"
+        )
 
 
 def list_names(names: Iterable[str]) -> str:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from hydra_engine.errors import CheckpointError
-from hydra_engine.models.loading.checkpoint import TensorEntry
+from hydra_engine.models.loading.checkpoint import TensorEntry, check_experts
 
 _FUSED = re.compile(r"(.*\bexperts\.)(gate_up|down)_proj((?:_[a-z_]+)?)(?:\.weight)?")
 
@@ -32,6 +32,7 @@ def split_experts(stored: Mapping[str, TensorEntry]) -> Iterator[tuple[str, str,
         if (match := _FUSED.fullmatch(name)) is not None:
             module, kind, suffix = match.groups()
             pairs.setdefault((module, suffix), {})[kind] = name
+    count = 0
     for (module, suffix), names in pairs.items():
         found = list(names.values())
         if len(found) < 2:
@@ -44,6 +45,8 @@ def split_experts(stored: Mapping[str, TensorEntry]) -> Iterator[tuple[str, str,
                 f"tensors {names['gate_up'][:120]} {list(gate_up.shape)} and {names['down'][:120]} {list(down.shape)} "
                 "are not the matrices of the same experts"
             )
+        count += gate_up.shape[0]
+        check_experts(names["gate_up"], count)
         for expert in range(gate_up.shape[0]):
             own = f"{module}{expert}."
             gate, up = _halves(_part(gate_up, expert), transposed=transposed)

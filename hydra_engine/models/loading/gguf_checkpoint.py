@@ -19,7 +19,7 @@ from torch import Tensor
 from hydra_engine.backend.quantized import QuantizedWeight, stacked
 from hydra_engine.core.model_folder import open_weights
 from hydra_engine.errors import CheckpointError
-from hydra_engine.models.loading.checkpoint import StoredTensor, list_names
+from hydra_engine.models.loading.checkpoint import StoredTensor, check_experts, list_names
 from hydra_engine.models.loading.gguf_names import Decoder, Order, Source, sources_by_name
 from hydra_engine.models.loading.gguf_tensors import decoded
 from hydra_engine.models.specs.fields import Fields, read_json
@@ -91,8 +91,10 @@ class GgufCheckpoint:
         self._files.append(file)
         if twice := header.tensors.keys() & self._tensors.keys():
             raise CheckpointError(f"these tensors are in two of the GGUF files: {list_names(twice)}")
-        tensors = (part for tensor in header.tensors.values() for part in _experts_of(tensor))
-        self._tensors |= {tensor.name: (file, tensor) for tensor in tensors}
+        for tensor in header.tensors.values():
+            if len(tensor.shape) == 3:
+                check_experts(tensor.name, len(self._tensors) // 3 + tensor.shape[0])
+            self._tensors |= {part.name: (file, part) for part in _experts_of(tensor)}
         return header
 
     def _entry(self, source: Source) -> StoredTensor:
@@ -132,10 +134,10 @@ def _experts_of(tensor: GgufTensor) -> Iterator[GgufTensor]:
     ffn_up_exps.0.weight and so on, and ffn_gate_up_exps.weight, gate first, into those of gate and up. Yields others
     as they are."""
     match = _EXPERTS.fullmatch(tensor.name)
-    if match is None or len(tensor.shape) != 3:
+    names = () if match is None else ("gate", "up") if match[2] == "gate_up" else (match[2],)
+    if match is None or len(tensor.shape) != 3 or tensor.shape[1] % len(names):
         yield tensor
         return
-    names = ("gate", "up") if match[2] == "gate_up" else (match[2],)
     shape, size = (tensor.shape[1] // len(names), tensor.shape[2]), tensor.nbytes // (tensor.shape[0] * len(names))
     for index in range(tensor.shape[0] * len(names)):
         expert, part = divmod(index, len(names))
