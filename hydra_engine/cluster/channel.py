@@ -34,6 +34,7 @@ from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import Role, role_of
 from hydra_engine.core.messages import Submit, ToFrontend, ToInstance
+from hydra_engine.core.prompting import MAX_PIXEL_BYTES
 from hydra_engine.core.request import Request
 from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.instance.ports import InstanceContext
@@ -41,7 +42,7 @@ from hydra_engine.transfer.messages import Hello, TransferMessage
 
 logger = logging.getLogger(__name__)
 
-MAX_FRAME_BYTES = 256 << 20
+MAX_FRAME_BYTES = MAX_PIXEL_BYTES + (24 << 20)
 MAX_PEER_FRAME_BYTES = 16 << 20  # peers name blocks and never send pixels
 _LENGTH = struct.Struct("<I")
 HEADER_BYTES = _LENGTH.size

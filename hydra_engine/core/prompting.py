@@ -26,6 +26,8 @@ MAX_PIXELS = 1 << 31
 LOW_DETAIL_PIXELS = 512 * 512
 DETAILS = ("auto", "low", "high")
 
+MAX_PIXEL_BYTES = 1000 << 20  # of one request: 16 pictures of the largest size that published models take
+
 
 @dataclass(frozen=True, slots=True)
 class MediaLimits:

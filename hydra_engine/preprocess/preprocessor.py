@@ -19,7 +19,7 @@ from hydra_engine.core.fairness import WorkerPool
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.messages import PixelPayload
 from hydra_engine.core.outputs import StageSpan
-from hydra_engine.core.prompting import MediaLimits, TemplateOptions, texts_of
+from hydra_engine.core.prompting import MAX_PIXEL_BYTES, MediaLimits, TemplateOptions, texts_of
 from hydra_engine.core.request import ImageItem, Request, RopeSpan, Slo
 from hydra_engine.core.sampling import NO_DEFAULTS, GenerationDefaults, SamplingParams
 from hydra_engine.errors import ContextLengthExceeded, InvalidRequest
@@ -158,6 +158,8 @@ class Preprocessor:
         token_ids, items, rope_delta = await self._expansion.expand(token_ids, media, call.client)
         if media:
             self._known.check_rows(token_ids, prompt.param)
+        payloads = tuple(payload for item in media for payload in item.payloads)
+        _check_pixels(payloads, prompt.param)
         request = Request(
             id=request_id,
             prompt_token_ids=tuple(token_ids),
@@ -174,7 +176,7 @@ class Preprocessor:
             rope_delta=rope_delta,
             priority=call.priority,
         )
-        return Prepared(request, tuple(payload for item in media for payload in item.payloads), tuple(spans), facts)
+        return Prepared(request, payloads, tuple(spans), facts)
 
     async def prompt_ids(self, request_id: RequestId, call: GenerationCall) -> tuple[int, ...]:
         """Returns the token ids of a call's prompt, image tokens included; opens its pictures. Raises RequestError as
@@ -300,6 +302,16 @@ class Preprocessor:
 
 
 SEED_MASK = (1 << 63) - 1  # seeds count modulo 2^63
+
+
+def _check_pixels(payloads: Iterable[PixelPayload], param: str) -> None:
+    """Raises InvalidRequest for more than one message to an instance can hold."""
+    if (size := sum(len(payload.data) for payload in payloads)) > MAX_PIXEL_BYTES:
+        raise InvalidRequest(
+            f"the pictures and videos of the request have {size >> 20} MiB of pixels; at most {MAX_PIXEL_BYTES >> 20} "
+            "MiB are allowed: give fewer, or a smaller detail",
+            param=param,
+        )
 
 
 def _check_limits(slo: Slo, priority: int) -> None:

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from hydra_engine.cluster import channel
 from hydra_engine.core.call import ChatMessage, GenerationCall
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.prompting import TemplateOptions
+from hydra_engine.core.prompting import MAX_PIXEL_BYTES, TemplateOptions
 from hydra_engine.core.request import Slo
 from hydra_engine.errors import (
     CODES,
@@ -25,6 +26,7 @@ from hydra_engine.errors import (
     MediaForbidden,
     RequestError,
 )
+from hydra_engine.preprocess import preprocessor
 from hydra_engine.preprocess.media import fetch, images
 from hydra_engine.preprocess.text.tokenizer import Tokenizer, load_tokenizer
 from tests.calls import asked
@@ -53,6 +55,19 @@ async def test_a_text_becomes_a_request(kitchen: Any) -> None:
     assert (request.id, request.seed, request.max_new_tokens, request.arrival_s) == (1, 3, 7, 12.5)
     assert (request.eos_token_ids, request.slo, request.cache_salt) == ((1,), slo, "s")
     assert prepared.pixels == () and [span.stage for span in prepared.spans] == ["tokenize"]
+
+
+async def test_pixels_that_no_message_can_hold_are_refused(
+    kitchen: Any, picture: Picture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures = [picture(40, 30, seed=seed) for seed in (1, 2)]
+    size = sum(len(one.data) for one in (await kitchen.prepare("a", images=pictures)).pixels)
+    assert channel.MAX_FRAME_BYTES - MAX_PIXEL_BYTES == 24 << 20, "room for the rest of the request"
+    monkeypatch.setattr(preprocessor, "MAX_PIXEL_BYTES", size)
+    assert len((await kitchen.prepare("a", images=pictures)).pixels) == 2
+    monkeypatch.setattr(preprocessor, "MAX_PIXEL_BYTES", size - 1)
+    with pytest.raises(InvalidRequest, match="MiB of pixels; at most 0 MiB are allowed: give fewer"):
+        await kitchen.prepare("a", images=pictures)
 
 
 async def test_placeholders_expand_and_items_say_where(kitchen: Any, picture: Picture, encoded: Encode) -> None:
