@@ -13,7 +13,7 @@ from typing import Any
 
 from hydra_engine.backend.select import create_backend, resolve_device, resolve_dtype, weights_dtype
 from hydra_engine.config import EngineConfig
-from hydra_engine.core.instances import EPD, Role, Topology, check_serves, check_states
+from hydra_engine.core.instances import EPD, Role, Topology, check_serves
 from hydra_engine.core.units import GIB
 from hydra_engine.errors import ResourceError
 from hydra_engine.models.specs.base import ModelSpec
@@ -56,8 +56,6 @@ def footprints(config: EngineConfig, memory_bytes: int | None = None) -> Footpri
     spec = load_spec(config.model_path, config.spec_options)
     topology = Topology.parse(config.topology)
     check_serves(topology, spec.vision is not None)
-    if spec.language.has_states:
-        check_states(topology)
     devices = topology.devices(config.device)
     if "auto" in devices:
         devices = topology.devices(resolve_device("auto", config.backend).name)

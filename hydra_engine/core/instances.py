@@ -173,25 +173,6 @@ def check_serves(topology: Topology, has_vision: bool) -> None:
         )
 
 
-def check_states(topology: Topology) -> None:
-    """Raises ConfigError if an instance has only one of P and D. Called for models with recurrent states: they are not
-    handed over, so the instance that prefills a request must decode it."""
-    both = Role.P | Role.D
-    split = [spec.role.needs_language and both not in spec.role for spec in topology.instances]
-    if not any(split):
-        return
-    names = [name for name, is_split in zip(topology.names, split, strict=True) if is_split]
-    joined = tuple(
-        replace(spec, role=spec.role | both) if is_split else spec
-        for spec, is_split in zip(topology.instances, split, strict=True)
-    )
-    raise _refused(
-        str(topology),
-        "the decoder of this model keeps a state for each request that cannot be handed on, so what prefills must "
-        f"decode too, but {_listed(names)} would not; write for example {_examples(Topology(joined))}",
-    )
-
-
 def check_devices(topology: Topology, devices: Sequence[str]) -> None:
     """Raises ConfigError if an instance of the topology names a device that is not in `devices`, for example ("cpu",
     "cuda:0"). "auto" is allowed."""

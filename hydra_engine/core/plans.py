@@ -118,6 +118,9 @@ class ChunkRow:
     `sample`: also sample the token after the last position; set in the last chunk of a prefill. `num_generated`: number
     of generated tokens before that one. `scored`: also return the log probability of each prompt token that follows one
     of these positions. `state_slots`: slots of recurrent states that the chunk reads and writes; -1: of its own two.
+
+    A recurrent state travels in KV blocks behind those of the tokens: `exported_state` are written with the state after
+    the chunk, `imported_state` hold the state before it.
     """
 
     request_id: RequestId
@@ -131,6 +134,8 @@ class ChunkRow:
     images: tuple[ImageSlice, ...] = ()
     scored: bool = False
     state_slots: tuple[int, int] = (-1, -1)
+    imported_state: BlockIds | None = None
+    exported_state: BlockIds | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -116,6 +116,7 @@ class RequestState:
     external_images: frozenset[int] = frozenset()  # not encoded here: the connector loads their features
     external_kv: bool = False  # nothing is computed: the connector loads the KV, not all of it is here
     keeps_blocks: bool = False  # not preempted for a start, though nothing is computed: its KV is about to be here
+    num_state_blocks: int = 0  # KV blocks behind those of its tokens, in which its state moves between instances
     connector_state: object | None = None
 
     @classmethod

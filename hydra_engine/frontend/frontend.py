@@ -143,9 +143,9 @@ class Frontend:
         read their weights."""
         path = self.config.model_path
         spec = await self._load_spec()
-        self._placement = Placement(spec.vision is not None, spec.language.has_states)
+        self._placement = Placement(spec.vision is not None)
         self._placement.check(self.config.topology)
-        if self._placement.keeps_states:
+        if spec.language.has_states:
             self._stealing.stop()
         self._on_progress = on_progress
         loader = MediaLoader(spec, self.config.media, self._clock, preloaded=self._preloaded)

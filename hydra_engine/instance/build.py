@@ -59,6 +59,7 @@ def run_instance(
                 instance=name,
                 reuse=resolved.cache.prefix_caching,
                 num_snapshots=plan.num_snapshots if plan.num_state_slots else None,
+                num_state_blocks=plan.num_state_blocks,
                 budgets=hooks.budgets,
                 observer=hooks.observer,
                 connector=hooks.connector,

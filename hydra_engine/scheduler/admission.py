@@ -22,10 +22,10 @@ class Limits:
     image_block_size: int
 
 
-def check_fits(request: Request, limits: Limits, stages: Role | None = None) -> None:
+def check_fits(request: Request, limits: Limits, stages: Role | None = None, num_state_blocks: int = 0) -> None:
     """Raises Unavailable if the role lacks one of these stages (None: all of the role), InvalidRequest if the prompt is
     empty and not only images are encoded (E), and RequestTooLarge if the stages cannot run to their end even alone on
-    this instance."""
+    this instance. `num_state_blocks`: KV blocks that it needs beside those of its tokens."""
     stages = limits.role if stages is None else stages
     if stages & limits.role != stages:
         raise Unavailable(
@@ -36,7 +36,8 @@ def check_fits(request: Request, limits: Limits, stages: Role | None = None) -> 
     if stages != Role.E:
         if not request.prompt_token_ids:
             raise InvalidRequest("the prompt is empty; send at least one token", param="messages")
-        _check_kv(request, limits, request.max_new_tokens if Role.D in stages else len(request.generated_token_ids))
+        num_generated = request.max_new_tokens if Role.D in stages else len(request.generated_token_ids)
+        _check_kv(request, limits, num_generated, num_state_blocks)
     if stages == Role.E or Role.P in stages:
         _check_images(request, limits)
 
@@ -54,12 +55,13 @@ def _check_images(request: Request, limits: Limits) -> None:
             )
 
 
-def _check_kv(request: Request, limits: Limits, num_generated: int) -> None:
-    """Raises RequestTooLarge if the KV of the prompt and `num_generated` tokens exceeds the KV cache."""
-    blocks = -(-(request.num_prompt + num_generated) // limits.kv_block_size)
+def _check_kv(request: Request, limits: Limits, num_generated: int, num_state_blocks: int) -> None:
+    """Raises RequestTooLarge if the KV of the prompt and `num_generated` tokens exceeds the KV cache without
+    `num_state_blocks`."""
+    blocks = -(-(request.num_prompt + num_generated) // limits.kv_block_size) + num_state_blocks
     if blocks <= limits.num_kv_blocks:
         return
-    room = limits.num_kv_blocks * limits.kv_block_size
+    room = max(limits.num_kv_blocks - num_state_blocks, 0) * limits.kv_block_size
     if room > request.num_prompt and num_generated:
         param, remedy = "max_tokens", f"lower max_tokens to at most {room - request.num_prompt}"
     else:

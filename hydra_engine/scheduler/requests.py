@@ -68,7 +68,8 @@ class RequestTable:
         self.seq_slots = SlotPool(config.max_running_requests)
         self.decodes = DecodeTable(config.max_running_requests, kv.block_size)
         self.features = FeatureCache(images, keeps=reuse)
-        has_states, has_snapshots = num_snapshots is not None, reuse and bool(num_snapshots)
+        self.has_states = has_states = num_snapshots is not None
+        has_snapshots = reuse and bool(num_snapshots)
         snapshots = StateSnapshots(kv, num_snapshots or 0, 2 * config.max_running_requests) if has_snapshots else None
         self.checkpoints = None if snapshots is None else Checkpoints(kv, snapshots)
         enabled = reuse and has_states == has_snapshots
@@ -252,7 +253,8 @@ class RequestTable:
         self.seq_slots.allocate(state.request.id)
         state.num_published, state.num_prefilled = num_found, num_found * self.kv.block_size
         if num_found:
-            hashes, capacity = state.block_hashes[:num_found], state.request.max_total_tokens
+            hashes = state.block_hashes[:num_found]
+            capacity = state.request.max_total_tokens + state.num_state_blocks * self.kv.block_size
             self.kv.adopt(state.request.id, hashes, capacity=capacity)
             self.timelines[state.request.id].add_cache_hit(now, state.num_computed)
         if self.checkpoints is not None:
@@ -312,6 +314,8 @@ class RequestTable:
         self.kv.free(request_id)
         self.seq_slots.free(request_id)
         state.num_prefilled = state.num_published = 0
+        if Role.D in state.stages and not state.external_kv:
+            state.num_state_blocks = 0  # its state came with KV that is gone now
         self.images.on_kv_freed(state)
         self.requeue(state)
 

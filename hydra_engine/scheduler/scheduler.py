@@ -25,7 +25,7 @@ from hydra_engine.core.reports import LedgerReport, Status
 from hydra_engine.core.request import Request
 from hydra_engine.core.results import LanguageResult, VisionResult
 from hydra_engine.core.state import Ending
-from hydra_engine.errors import ConfigError, ErrorInfo
+from hydra_engine.errors import ErrorInfo
 from hydra_engine.scheduler.admission import Limits, check_fits, check_queue
 from hydra_engine.scheduler.budget import Budgets
 from hydra_engine.scheduler.hooks import Connector, StepObserver, Work
@@ -57,6 +57,7 @@ class StageScheduler:
         instance: str,
         reuse: bool = True,
         num_snapshots: int | None = None,
+        num_state_blocks: int = 0,
         budgets: Budgets | None = None,
         observer: StepObserver | None = None,
         connector: Connector | None = None,
@@ -68,13 +69,8 @@ class StageScheduler:
         flight.
 
         `num_snapshots`: slots of recurrent states behind the two of each sequence slot; None: the model keeps none.
-        Raises ConfigError if it does and the role has one of prefill and decode without the other."""
-        if num_snapshots is not None and (Role.P in role) != (Role.D in role):
-            raise ConfigError(
-                f"a model with recurrent states cannot be served by an instance of role {role.letters}: states stay "
-                "where they are, so use roles that prefill and decode, for example E+PD",
-                param="topology",
-            )
+        `num_state_blocks`: KV blocks in which such a state moves between instances."""
+        self._num_state_blocks = num_state_blocks
         self._has_language = role.needs_language
         self._limits = Limits(role, kv.pool.num_blocks, kv.block_size, images.pool.num_blocks, images.block_size)
         self._max_queue = config.max_queue
@@ -126,12 +122,14 @@ class StageScheduler:
         the request has to wait for `release_held`, until which it holds nothing and is in no plan; "" if it may start.
         """
         stages = self._limits.role if stages is None else stages
-        check_fits(request, self._limits, stages)
+        state_blocks = self._num_state_blocks if external_kv or Role.D not in stages else 0
+        check_fits(request, self._limits, stages, state_blocks)
         if Role.P in stages and not external_kv:  # other parts belong to a request that was accepted already
             check_queue(len(self._requests.states), self._max_queue, self._results.finish_times)
-        self._requests.add(
+        state = self._requests.add(
             request, now, stages=stages, external_images=external_images, external_kv=external_kv, held_for=held_for
         )
+        state.num_state_blocks = state_blocks
 
     def release_held(self, request_id: RequestId, now: float, error: ErrorInfo | None = None) -> list[RequestMessage]:
         """Lets a held request start or, with `error`, ends it and returns its Finished. Ignores other requests."""

@@ -95,9 +95,9 @@ class BlockSearch:
         return len(self._kv.tables) >= self._max_seqs
 
     def find_blocks(self, state: RequestState, num_tokens: int, preempt_next: Callable[[], bool]) -> list[int] | None:
-        """Returns the request's cached blocks, possibly [], if a slot and enough blocks for `num_tokens` positions are
-        free, else None. Allocates nothing. While they are not free it calls `preempt_next`, which preempts a request,
-        or returns False if none may be preempted; earlier victims stay preempted."""
+        """Returns the request's cached blocks, possibly [], if a slot and enough blocks for `num_tokens` positions, and
+        for its state, are free, else None. Allocates nothing. While they are not free it calls `preempt_next`, which
+        preempts a request, or returns False if none may be preempted; earlier victims stay preempted."""
         pool, reserve = self._kv.pool, len(self._requests.decoding)
         cached: list[int] | None = None
         while True:
@@ -105,7 +105,8 @@ class BlockSearch:
                 if cached is None:
                     cached = self._requests.prefixes.find(state)
                 num_shared = sum(pool.refcount(block) > 0 for block in cached)  # the other cached blocks count as free
-                if pool.num_free - reserve >= self._kv.blocks_for(num_tokens) - num_shared:
+                num_blocks = self._kv.blocks_for(num_tokens) + state.num_state_blocks
+                if pool.num_free - reserve >= num_blocks - num_shared:
                     return cached
             if not preempt_next():
                 return None
@@ -194,7 +195,9 @@ class PrefillStarter(BlockSearch):
         # the order of age cannot take these back. So it must not wait for blocks of others: it gets all of them now.
         if not state.preempted and Role.D in state.stages:
             num_tokens = state.num_computed + chunk
-        granted = kv.grow(state.request.id, num_tokens, capacity=state.request.max_total_tokens)
+        beside = state.num_state_blocks * kv.block_size
+        capacity = state.request.max_total_tokens + beside
+        granted = kv.grow(state.request.id, num_tokens + beside, capacity=capacity)
         assert granted, "blocks were found and are gone"
         requests.requeue(state)
         step.add(state, chunk)
@@ -363,7 +366,12 @@ class LanguagePlanner:
         state.num_scheduled += chunk
         state.plans_in_flight += 1
         state.slot_known = True
+        moved = None
+        if sample and state.num_state_blocks:
+            first = self._kv.blocks_for(start if Role.D in state.stages else end)
+            moved = table.block_ids[first : first + state.num_state_blocks]
         if sample and Role.D in state.stages:
+            state.num_state_blocks = 0
             self._requests.decodes.join(state, seq_slot, table, self._requests.timelines[request_id], unread=1)
         return ChunkRow(
             request_id=request_id,
@@ -377,6 +385,8 @@ class LanguagePlanner:
             images=self._image_slices(state, start, end) if state.images else (),
             scored=state.scores_prompt and start < state.request.num_prompt - 1,
             state_slots=(-1, -1) if checkpoints is None else checkpoints.chunk_slots(state, start, end),
+            imported_state=moved if Role.D in state.stages else None,
+            exported_state=moved if Role.D not in state.stages else None,
         )
 
     def _image_slices(self, state: RequestState, start: int, end: int) -> tuple[ImageSlice, ...]:

@@ -73,16 +73,12 @@ _TEXT: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
 )
 
 
-def candidates(
-    devices: Mapping[str, str], *, has_vision: bool = True, keeps_states: bool = False, together: bool = True
-) -> list[Candidate]:
+def candidates(devices: Mapping[str, str], *, has_vision: bool = True, together: bool = True) -> list[Candidate]:
     """`devices`: the kind of each by name. Parts get devices in every ratio; where kinds differ, each part may also
-    prefer either end of their order, so that encoders can stand on the cheaper ones. `keeps_states`: what prefills must
-    decode. `together`: also with instances that share a device."""
+    prefer either end of their order, so that encoders can stand on the cheaper ones. `together`: also with instances
+    that share a device."""
     shared = (*_TOGETHER, *(_ONE_DEVICE if len(devices) == 1 else ())) if together else ()
     families = (*_APART, *shared) if has_vision else _TEXT
-    if keeps_states:
-        families = tuple(family for family in families if all(_keeps(part) for part in family[1]))
     orders = [list(devices)]
     if len(set(devices.values())) > 1:
         orders.append(orders[0][::-1])
@@ -94,10 +90,6 @@ def candidates(
                 key = repr(sorted((devices[name], roles) for name, roles in candidate._by_device().items()))
                 found.setdefault(key, candidate)
     return list(found.values())
-
-
-def _keeps(part: Sequence[str]) -> bool:
-    return all(("P" in roles) == ("D" in roles) for roles in part)
 
 
 def _splits(total: int, parts: int) -> Iterator[tuple[int, ...]]:

@@ -160,7 +160,6 @@ def _candidates(question: Question, names: Sequence[str]) -> list[Candidate]:
     return candidates(
         {name: question.kinds[name].name for name in names},
         has_vision=spec.vision is not None,
-        keeps_states=spec.language.has_states,
     )
 
 

@@ -235,6 +235,7 @@ def _scheduler(name: str, role: Role, kind: DeviceKind, sizes: Sizes, connector:
         instance=name,
         reuse=config.cache.prefix_caching,
         num_snapshots=plan.num_snapshots if plan.num_state_slots else None,
+        num_state_blocks=plan.num_state_blocks,
         budgets=budgets,
         observer=StepHistory(surface),
         connector=connector,

@@ -17,7 +17,6 @@ from hydra_engine.core.instances import (
     Topology,
     check_devices,
     check_serves,
-    check_states,
     lends_decodes,
 )
 from hydra_engine.errors import ConfigError
@@ -127,20 +126,6 @@ def test_a_topology_serves_a_model_or_one_that_does_is_named(topology: Topology,
         assert abs(len(better.instances) - len(topology.instances)) <= max(1, len(topology.instances) - 1)
 
 
-@settings(max_examples=examples(300), deadline=None)
-@given(topologies.filter(lambda topology: topology.served & BOTH == BOTH))
-def test_states_stay_where_they_are_computed(topology: Topology) -> None:
-    moves = any(spec.role & BOTH not in (BOTH, Role(0)) for spec in topology.instances)
-    if not moves:
-        check_states(topology)
-        return
-    (better,) = suggested(refusal(check_states, topology))
-    check_states(better)
-    assert len(better.instances) == len(topology.instances) and better.served & EPD == topology.served
-    # Nobody prefills for another.
-    assert all(BOTH in spec.role or not spec.role & BOTH for spec in better.instances)
-
-
 def test_sentences_for_models() -> None:
     assert refusal(check_serves, Topology.parse("P+D"), True) == (
         "topology 'P+D' has no instance for stage E; write for example E+P+D or EP+D"
@@ -150,10 +135,6 @@ def test_sentences_for_models() -> None:
     )
     for text in ("PD", "P+D", "EPD", "EP+D"):
         check_serves(Topology.parse(text), has_vision=False)
-    states = refusal(check_states, Topology.parse("1E3P4D"))
-    assert "p0, p1, p2 and 4 others would not" in states and states.endswith("write for example E+7PD")
-    for text in ("PD", "EPD", "E+2PD"):
-        check_states(Topology.parse(text))
 
 
 @pytest.mark.parametrize(

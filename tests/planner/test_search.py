@@ -85,10 +85,8 @@ def test_with_two_kinds_encoders_may_stand_on_either() -> None:
     assert pairs == {"E@cuda:0+PD@cuda:1", "E@cuda:1+PD@cuda:0"}
 
 
-def test_what_keeps_states_decodes_where_it_prefills_and_text_needs_no_encoders() -> None:
+def test_text_needs_no_encoders() -> None:
     names = {f"cuda:{index}": "fast" for index in range(3)}
-    for candidate in candidates(names, keeps_states=True):
-        assert all((Role.P in s.role) == (Role.D in s.role) for s in candidate.topology.instances)
     assert {one.family for one in candidates(names, has_vision=False)} == {"PD", "P+D"}
 
 

@@ -186,19 +186,27 @@ def expected_tokens(request: Request) -> list[int]:
 class FakeStates:
     """Recurrent states that are what they have seen, in the slots that the worker's table chooses."""
 
-    def __init__(self, max_num_seqs: int, num_snapshots: int) -> None:
+    def __init__(self, max_num_seqs: int, num_snapshots: int, kv: CacheManager) -> None:
         import torch  # not for tests without states
 
-        from hydra_engine.backend.base import StateCache
+        from hydra_engine.backend.base import PagedCache, StateCache
         from hydra_engine.worker.language.slot_table import StateTable, part_of
 
         count = 2 * max_num_seqs + num_snapshots
         self._table = StateTable(StateCache(torch.zeros(count, 1, 1, 1), torch.zeros(count, 1, 1, 1, 1)), max_num_seqs)
         self._part_of = part_of
+        self._kv_cache = PagedCache(torch.zeros(kv.pool.num_blocks, 1, 2, kv.block_size, 1, 1))
         self._seen: dict[int, list[int]] = {}
 
-    def begin(self, plan: LanguagePlan) -> None:
-        self._table.begin(plan)
+    def begin(self, plan: LanguagePlan, kv: np.ndarray, kv_size: int) -> None:
+        """A state in blocks of the KV cache is a hash of what it has seen."""
+        self._table.begin(plan, self._kv_cache)
+        for chunk in plan.chunks:
+            if chunk.imported_state is not None:
+                context = kv[_slots(chunk.block_ids, kv_size, 0, chunk.start)]
+                for block in chunk.imported_state.tolist():
+                    assert kv[block * kv_size] == state_hash(context), "another state has come"
+                self._seen[2 * chunk.seq_slot] = context.tolist()
 
     def advance(self, plan: LanguagePlan, contexts: Sequence[list[int]], computed: Sequence[int]) -> None:
         """Requires that the rows in `computed` read the states of what is before them. `contexts`: of each of these
@@ -237,6 +245,8 @@ class FakeLanes:
         seq_slots = [row.seq_slot for row in rows]
         assert len(set(seq_slots)) == len(seq_slots), "two rows in one slot"
         token_ids, failures = [], []
+        if self._states is not None:
+            self._states.begin(plan, self._kv, self._kv_size)
         for index, row in enumerate(rows):
             if is_bad(row) or row.request_id in self._failed:
                 self._failed.add(row.request_id)
@@ -247,8 +257,10 @@ class FakeLanes:
         if self._states is not None:
             failed = {index for index, _ in failures}
             computed = [index for index in range(len(rows)) if index not in failed]
-            self._states.begin(plan)
             self._states.advance(plan, [self._context(rows[index]) for index in computed], computed)
+            for row, chunk in enumerate(plan.chunks, len(plan.decodes)):
+                if chunk.exported_state is not None and row in computed:
+                    self._kv[chunk.exported_state * self._kv_size] = state_hash(np.array(self._context(rows[row])))
         found = np.array(token_ids, dtype=np.int64)
         return LanguageResult(plan.step_id, started_s, ended_s, found, failures=tuple(failures))
 
@@ -279,8 +291,12 @@ class FakeLanes:
         return token_id
 
 
-def fake_states(config: SchedulerConfig, num_snapshots: int | None) -> FakeStates | None:
-    return None if num_snapshots is None else FakeStates(config.max_running_requests, num_snapshots)
+def fake_states(config: SchedulerConfig, num_snapshots: int | None, kv: CacheManager) -> FakeStates | None:
+    return None if num_snapshots is None else FakeStates(config.max_running_requests, num_snapshots, kv)
+
+
+def state_hash(context: np.ndarray) -> int:
+    return crc32(b"state" + context.astype(np.int64).tobytes())
 
 
 def _slots(block_ids: np.ndarray, block_size: int, start: int, end: int) -> np.ndarray:
@@ -324,7 +340,7 @@ class Simulator:
         self.clock = VirtualClock()
         kv = CacheManager(self.kv_blocks, self.kv_size)
         images = CacheManager(self.image_blocks, self.image_size)
-        self.lanes = FakeLanes(kv, images, fake_states(self.config, self.num_snapshots))
+        self.lanes = FakeLanes(kv, images, fake_states(self.config, self.num_snapshots, kv))
         self.scheduler = self.scheduler_class(
             EPD,
             kv,

@@ -53,7 +53,7 @@ class Stepper:
         kv, images = CacheManager(kv_blocks, 4), CacheManager(image_blocks, 4)
         self.reuse = reuse
         self.config = config(**changes)
-        self.lanes = FakeLanes(kv, images, fake_states(self.config, num_snapshots))
+        self.lanes = FakeLanes(kv, images, fake_states(self.config, num_snapshots, kv))
         self.scheduler = scheduler(
             EPD,
             kv,

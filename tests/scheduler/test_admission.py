@@ -8,7 +8,7 @@ import pytest
 
 from hydra_engine.cache.blocks import CacheManager
 from hydra_engine.core.instances import EPD, Role
-from hydra_engine.errors import ConfigError, InvalidRequest, RequestTooLarge, Unavailable, retry_after_s
+from hydra_engine.errors import InvalidRequest, RequestTooLarge, Unavailable, retry_after_s
 from hydra_engine.scheduler.admission import Limits, check_fits, check_queue
 from hydra_engine.scheduler.scheduler import StageScheduler
 from tests.scheduler.sim import Img, config, make_request
@@ -100,15 +100,12 @@ def test_below_the_limit_nothing_is_said() -> None:
     check_queue(1, 2, [])
 
 
-@pytest.mark.parametrize("letters", ["E", "P", "D", "EP", "ED", "PD", "EPD"])
-def test_recurrent_states_need_prefill_and_decode_on_one_instance(letters: str) -> None:
-    role = Role.parse(letters)
-    kv, images = CacheManager(1, 1), CacheManager(1, 1)
-    if (Role.P in role) == (Role.D in role):
-        StageScheduler(role, kv, images, config(), instance="t", num_snapshots=0)
-        return
-    with pytest.raises(ConfigError, match="recurrent states"):
-        StageScheduler(role, kv, images, config(), instance="t", num_snapshots=0)
+def test_a_state_that_moves_needs_blocks_beside_those_of_the_tokens() -> None:
+    limits = Limits(EPD, 10, 4, 0, 1)
+    check_fits(make_request(1, 20, max_new=20), limits)
+    check_fits(make_request(1, 20, max_new=8), limits, EPD, 3)
+    with pytest.raises(RequestTooLarge, match="at most 8"):
+        check_fits(make_request(1, 20, max_new=9), limits, EPD, 3)
 
 
 def test_continued_requests_are_accepted_though_the_queue_is_full() -> None:

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from hydra_engine.backend.base import StateCache
+from hydra_engine.backend.base import PagedCache, StateCache
 from hydra_engine.core.ids import RequestId, StepId
 from hydra_engine.core.plans import ChunkRow, LanguagePlan
 from hydra_engine.worker.language.slot_table import StateTable, part_of
 from tests.worker.fakes import Decode, Row, plan_of
 
 BLOCKS = np.zeros(8, dtype=np.int32)
+KV = PagedCache(torch.zeros(9, 1, 2, 3, 1, 1))  # blocks of 24 bytes
 
 
 def chunk(seq_slot: int, start: int, count: int) -> ChunkRow:
@@ -76,14 +77,14 @@ def test_a_state_is_left_in_a_named_slot_and_read_from_there() -> None:
     states.advance(behind)
     assert states.rows(plan(decode(1, 5))).lists() == ([0, 1], [5], [2], [3])
     both = plan(replace(chunk(0, 4, 1), state_slots=(7, -1)), replace(chunk(2, 4, 2), state_slots=(7, 8)))
-    states.begin(both)
+    states.begin(both, KV)
     states.advance(part_of(both, [None, None], np.array([1]))[0])
     rest = plan(decode(0, 4), decode(2, 6))
     assert states.rows(rest).lists() == ([0, 1, 2], [4, 6], [7, 8], [0, 4])
     named = replace(rest, state_slots=np.array([6, -1]))
     assert states.rows(named).write_slots.tolist() == [6, 4]
     assert states.rows(part_of(named, [], np.array([1]))[0]).write_slots.tolist() == [4]
-    states.begin(plan(replace(chunk(1, 3, 2), state_slots=(7, -1))))
+    states.begin(plan(replace(chunk(1, 3, 2), state_slots=(7, -1))), KV)
     with pytest.raises(AssertionError, match="state of 4 tokens where a row begins at 3"):
         states.rows(plan(chunk(1, 3, 2)))
 
@@ -95,3 +96,23 @@ def test_the_next_owner_of_a_slot_begins_without_a_state() -> None:
     assert (cu_q, starts) == ([0, 4], [0]) and {read, write} == {4, 5}
     states.advance(plan(chunk(2, 0, 4)))
     assert states.rows(plan(decode(2, 4))).read_slots.tolist() == [write]
+
+
+def test_a_state_moves_in_blocks_of_the_kv_cache() -> None:
+    """64 bytes in three blocks of 24, whose pieces end where the two tensors of a state do; a quantized cache has only
+    other bytes in a block."""
+    there, here = table(), table()
+    there.cache.conv.copy_(torch.rand_like(there.cache.conv))
+    there.cache.recurrent.copy_(torch.rand_like(there.cache.recurrent))
+    for kv in (KV, PagedCache.quantized(torch.zeros(9 * 24, dtype=torch.uint8), (9, 1, 1, 4, 1, 2), torch.float32)):
+        blocks = np.array([4, 0, 7], dtype=np.int32)
+        sent = plan(chunk(0, 0, 2), replace(chunk(1, 0, 6), exported_state=blocks))
+        there.export(sent, kv)
+        there.advance(sent)
+        arrived = plan(replace(chunk(2, 6, 1), imported_state=blocks))
+        here.begin(arrived, kv)
+        (source,), (target,) = there.rows(plan(decode(1, 6))).read_slots, here.rows(arrived).read_slots
+        assert torch.equal(there.cache.conv[source], here.cache.conv[target])
+        assert torch.equal(there.cache.recurrent[source], here.cache.recurrent[target])
+        assert here.rows(arrived).lists()[1:] == ([6], [4], [5])
+        here = table()

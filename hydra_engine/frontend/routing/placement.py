@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from hydra_engine.backend import devices
 from hydra_engine.clock import Clock
-from hydra_engine.core.instances import EPD, InstanceState, Role, Topology, check_devices, check_serves, check_states
+from hydra_engine.core.instances import EPD, InstanceState, Role, Topology, check_devices, check_serves
 from hydra_engine.core.reports import InstanceSummary
 from hydra_engine.core.units import size
 from hydra_engine.errors import ConfigError, ResourceError
@@ -27,7 +27,6 @@ class Placement:
     """A model's demands on a topology."""
 
     has_vision: bool = True
-    keeps_states: bool = False  # its decoder has recurrent states
 
     @property
     def stages(self) -> Role:
@@ -40,8 +39,6 @@ class Placement:
         named = {spec.device for spec in topology.instances} - {"auto"}
         check_devices(topology, _known(named))
         check_serves(topology, self.has_vision)
-        if self.keeps_states:
-            check_states(topology)
 
 
 def _known(named: Iterable[str]) -> tuple[str, ...]:

@@ -43,11 +43,14 @@ class Offers:
 
     def offer_kv(self, state: RequestState, now: float, *, ends: bool, earlier: tuple[int, ...] | None = None) -> None:
         """Offers the full blocks computed since the last call, if any. With `ends`, also offers the last one, full or
-        not, and names the latest token; the request is then parked until its KV is fetched, refused or given up.
-        `earlier`: the generated tokens before the latest one, if the decoding instance may not know them."""
+        not, and those of its state, and names the latest token; the request is then parked until its KV is fetched,
+        refused or given up. `earlier`: the generated tokens before the latest one, if the decoding instance may not
+        know them."""
         kv, table = self._requests.kv, self._requests.kv.tables[state.request.id]
         handover = handover_of(state)
-        stop = kv.blocks_for(state.num_prefilled) if ends else state.num_prefilled // kv.block_size
+        stop = state.num_prefilled // kv.block_size
+        if ends:
+            stop = kv.blocks_for(state.num_prefilled) + state.num_state_blocks
         if not ends and stop <= handover.num_offered:
             return
         block_ids = tuple(table.block_ids[handover.num_offered : stop].tolist())
@@ -126,10 +129,12 @@ class Offers:
 
     def hand_over(self, request_id: RequestId, now: float) -> bool:
         """Offers the KV of a running decode, so that another instance continues it after its latest token; from now on
-        it does not decode here. False, without any change, if it is not decoding here, or if its sampling needs the
-        history of its tokens (penalties or a grammar)."""
+        it does not decode here. False, without any change, if it is not decoding here, if its sampling needs the
+        history of its tokens (penalties or a grammar), or if the model keeps recurrent states."""
         state = self._live(request_id)
         if state is None or state.phase is not RequestPhase.DECODING or state.request.sampling.needs_history:
+            return False
+        if self._requests.has_states:
             return False
         self._requests.leave_decodes(state)
         state.num_prefilled = state.num_computed

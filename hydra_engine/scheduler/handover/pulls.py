@@ -189,9 +189,11 @@ class Pulls:
             if remote_kv is None or remote_kv.offer is None or remote_kv.copied_offer is not None:
                 continue
             table = requests.kv.tables[state.request.id]
-            if remote_kv.end is not None and requests.kv.blocks_for(remote_kv.end.num_tokens) > table.num_blocks:
-                self._restart(state)  # the prompt needs more blocks than it was admitted with
-                continue
+            if remote_kv.end is not None:
+                needed = requests.kv.blocks_for(remote_kv.end.num_tokens) + state.num_state_blocks
+                if needed > table.num_blocks:
+                    self._restart(state)  # the prompt needs more blocks than it was admitted with
+                    continue
             stop = min(remote_kv.num_offered, table.num_blocks)
             if stop <= remote_kv.num_copied:
                 continue

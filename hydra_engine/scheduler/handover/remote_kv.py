@@ -89,7 +89,9 @@ class RemoteKvAdmission(BlockSearch):
         self._requests.start(state, len(found), now)
         if (remote_kv := remote_kv_of(state)) is not None:
             remote_kv.num_copied = len(found)
-        granted = self._kv.grow(state.request.id, num_tokens, capacity=state.request.max_total_tokens)
+        beside = state.num_state_blocks * self._kv.block_size
+        capacity = state.request.max_total_tokens + beside
+        granted = self._kv.grow(state.request.id, num_tokens + beside, capacity=capacity)
         assert granted, "blocks were found and are gone"
         self._requests.requeue(state)
         return True

@@ -189,6 +189,7 @@ class LanguageLane:
         self._readers: Lane | None = None  # where results are waited for
         self._run = run
         self._clock = clock
+        self._kv_cache = kv_cache
         self._device = device = backend.device
         num_seq_slots, max_model_len = config.scheduler.max_running_requests, config.max_model_len or spec.max_model_len
         self._warm_up = partial(
@@ -258,7 +259,7 @@ class LanguageLane:
         plan, slot_table = pending.plan, self._slot_table
         slot_table.begin_step(plan, records)
         if self._states is not None:
-            self._states.begin(plan)
+            self._states.begin(plan, self._kv_cache)
         if self._readers is not None:
             pending.slot_owners = slot_table.slot_owners(plan)
         rows, failed_rows = np.arange(plan.num_rows), slot_table.failed_rows(plan)

@@ -20,8 +20,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import StateCache, StateRows
-from hydra_engine.core.plans import ChunkRow, DecodeRows, Int64s, LanguagePlan
+from hydra_engine.backend.base import PagedCache, StateCache, StateRows
+from hydra_engine.core.plans import BlockIds, ChunkRow, DecodeRows, Int64s, LanguagePlan
 from hydra_engine.core.request import Request
 from hydra_engine.worker.language.sampler import NO_FAST_PATH, SamplingState, SlotSampling, SlotSpecials
 from hydra_engine.worker.ports import WorkerRequest
@@ -337,12 +337,42 @@ class StateTable:
         self._current: Int64s = 2 * np.arange(num_seq_slots)  # the state slot that holds the state
         self._num_tokens: Int64s = np.zeros(cache.conv.shape[0], dtype=np.int64)  # that the state in each slot has seen
 
-    def begin(self, plan: LanguagePlan) -> None:
-        """Lets the requests of chunks continue from the state slots that the plan names. Call it once for each plan,
-        before its rows are known: a row that is left for later will read the same slot."""
+    def begin(self, plan: LanguagePlan, kv_cache: PagedCache) -> None:
+        """Lets the requests of chunks continue from the state slots that the plan names, or from states in blocks of
+        the KV cache. Call it once for each plan, before its rows are known: a row that is left for later will read the
+        same slot."""
         for chunk in plan.chunks:
             if chunk.state_slots[0] >= 0:
                 self._current[chunk.seq_slot] = chunk.state_slots[0]
+            if chunk.imported_state is not None:
+                self._current[chunk.seq_slot] = slot = 2 * chunk.seq_slot
+                self._num_tokens[slot] = chunk.start
+                for in_block, in_slot in self._pieces(slot, chunk.imported_state, kv_cache):
+                    in_slot.copy_(in_block)
+
+    def export(self, plan: LanguagePlan, kv_cache: PagedCache) -> None:
+        """Copies the states that a step leaves into the blocks of the KV cache that its plan names, after the forward
+        and before `advance`."""
+        if all(chunk.exported_state is None for chunk in plan.chunks):
+            return
+        writes = self._written(plan, seq_slots_of(plan))[len(plan.decodes) :].tolist()
+        for chunk, slot in zip(plan.chunks, writes, strict=True):
+            if chunk.exported_state is not None:
+                for in_block, in_slot in self._pieces(slot, chunk.exported_state, kv_cache):
+                    in_block.copy_(in_slot)
+
+    def _pieces(self, slot: int, blocks: BlockIds, kv_cache: PagedCache) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields the bytes of a state, cut where they cross from one block to the next: views of equal size, uint8, in
+        the KV cache and in the state slot."""
+        views = iter([kv_cache.block_view(block) for block in blocks.tolist()])
+        left = next(views)
+        for part in (self.cache.conv[slot], self.cache.recurrent[slot]):
+            raw = part.flatten().view(torch.uint8)
+            while raw.shape[0]:
+                left = left if left.shape[0] else next(views)
+                count = min(left.shape[0], raw.shape[0])
+                yield left[:count], raw[:count]
+                left, raw = left[count:], raw[count:]
 
     def rows(self, plan: LanguagePlan) -> StateRows:
         """State slots that each row reads and writes, in host tensors. A row that begins at position 0 reads none.

@@ -264,9 +264,14 @@ class LanguageStep:
                 history.record(chunk.start, chunk.token_ids)
         return StepContext(self._slot_table.sampling_rows(plan), PromptScoring.from_plan(plan, records))
 
-    def _forward(self, inputs: LanguageInput) -> Tensor:
-        """Runs the model. Returns logits [B', V] float32 of the rows that sample."""
-        return self._parts.model.forward(inputs, self._parts.kv_cache, self._parts.image_cache)
+    def _forward(self, plan: LanguagePlan, inputs: LanguageInput) -> Tensor:
+        """Runs the model, and copies states for other instances. Returns logits [B', V] float32 of the rows that
+        sample."""
+        parts = self._parts
+        logits = parts.model.forward(inputs, parts.kv_cache, parts.image_cache)
+        if parts.states is not None:
+            parts.states.export(plan, parts.kv_cache)
+        return logits
 
     # ---- graphs
 
@@ -351,7 +356,7 @@ class LanguageStep:
         """Runs a step of rows that take their largest logit, on a synchronous device: sends nothing for sampling."""
         sampling = context.sampling
         inputs, _ = self._sent(plan, rows, context.scoring)
-        logits = self._forward(inputs)
+        logits = self._forward(plan, inputs)
         if len(sampling.rows):
             token_ids: Int64s = self._parts.ops.best_tokens(logits).numpy()
             samples = make_samples(plan.num_rows, sampling.rows, token_ids)
@@ -375,7 +380,7 @@ class LanguageStep:
         inputs, (device_slots, *more) = self._sent(plan, rows, context.scoring, beside)
         if slot_table.asynchronous:
             inputs = self._resolved(inputs, rows.token_ids[: len(plan.decodes)], device_slots)
-        logits = self._forward(inputs)
+        logits = self._forward(plan, inputs)
         if not len(sampling.rows):
             outcome = PendingSamples(plan.num_rows, sampling.rows, parts.device.fetch(()))  # only marks the step's end
         else:

@@ -67,6 +67,16 @@ class Needs:
         return self.config.scheduler.max_running_requests * slot_bytes
 
     @property
+    def num_state_blocks(self) -> int:
+        """KV blocks that hold one request's recurrent state on its way to another instance."""
+        return _ceil(self.spec.language.state_bytes(self.dtype_bytes), self.kv_block_bytes) if self.state_bytes else 0
+
+    @property
+    def handover_blocks(self) -> int:
+        """KV blocks that every request needs for its state, because it is prefilled or decoded elsewhere."""
+        return 0 if Role.P in self.role and Role.D in self.role else self.num_state_blocks
+
+    @property
     def pictures(self) -> VisionSpec | None:
         """The vision spec if the role encodes images or receives features; else, or without vision, None."""
         return self.spec.vision if Role.E in self.role or Role.P in self.role else None
@@ -159,6 +169,7 @@ class CachePlan:
     language_weights_bytes: int = 0
     working: WorkingMemory = NOT_COUNTED
     num_snapshots: int = 0  # of recurrent states, behind cached prefixes
+    num_state_blocks: int = 0  # KV blocks in which a state moves to another instance
 
     @property
     def weights_bytes(self) -> int:
@@ -297,7 +308,7 @@ def _plan(
     image = _images(needs, max_bytes, left_bytes - needs.given_kv_bytes, image_reasons)
     room_bytes = share_bytes if filling is None else left_bytes - image.num_bytes
     kv, wanted_len = _kv(needs, room_bytes, reasons, filled=filling is not None)
-    holds = kv.num_blocks * config.cache.block_size
+    holds = max(kv.num_blocks - needs.handover_blocks, 0) * config.cache.block_size
     if kv.too_small or image.too_small:
         useful = holds >= (TYPICAL_TOKENS if config.max_model_len is None else 2) and not image.too_small
         raise caches_too_small(device, (kv, image), left_bytes, lower_to=holds if useful else None)
@@ -321,6 +332,7 @@ def _plan(
         *needs.weights,
         working,
         num_snapshots,
+        needs.num_state_blocks,
     )
 
 
@@ -395,7 +407,7 @@ def _kv(needs: Needs, room_bytes: int, reasons: list[str], *, filled: bool) -> t
     else:
         num_blocks = _kv_blocks(config, wanted_len, block_bytes, room_bytes, reasons)
     least, min_is = _min_request(spec, config, wanted_len, reasons)
-    min_blocks = _ceil(least, config.cache.block_size)
+    min_blocks = _ceil(least, config.cache.block_size) + needs.handover_blocks
     return CacheSize("kv", num_blocks, block_bytes, min_blocks, min_is, needs.flag("kv")), wanted_len
 
 

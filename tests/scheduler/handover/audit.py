@@ -80,7 +80,8 @@ def _check_offers_of(requests: RequestTable, state: RequestState, kv: Mapping[in
         encoded = {index for index, progress in enumerate(state.images) if progress == ImageProgress.ENCODED}
         assert handover.offered_s.keys() == encoded, f"{where}: what is encoded is offered"
         assert not runs and not handover.image_offers, f"{where} is an encode job and nothing else"
-    assert handover.num_offered * block_size < state.num_prefilled + block_size, f"{where} offers too much"
+    num_offered = handover.num_offered - state.num_state_blocks * handover.offers_all
+    assert num_offered * block_size < state.num_prefilled + block_size, f"{where} offers too much"
     assert not handover.offers_all or (runs and Role.D not in state.stages), f"{where} hands over what it needs"
     assert not handover.num_offered or Role.D not in state.stages, f"{where} offers KV that it needs"
     for index in state.external_images:

@@ -27,7 +27,7 @@ from hydra_engine.scheduler.latency.attribution import StepHistory
 from hydra_engine.scheduler.scheduler import StageScheduler
 from hydra_engine.transfer.plans import KvEnd, PullPlan
 from tests.scheduler.audit import check
-from tests.scheduler.sim import FakeLanes, expected_tokens, tokens_of
+from tests.scheduler.sim import FakeLanes, expected_tokens, fake_states, tokens_of
 
 ALL_ON = ClusterConfig()
 SIZE = 4  # tokens of a block, in both caches
@@ -59,14 +59,24 @@ class Node:
         switches: ClusterConfig,
         kv_blocks: int,
         image_blocks: int,
+        state_blocks: int,
     ) -> None:
         kv = CacheManager(kv_blocks if role.needs_language else 0, SIZE)
         images = CacheManager(image_blocks if Role.E in role or Role.P in role else 0, SIZE)
         self.name, self.role = name, role
-        self.lanes = FakeLanes(kv, images)
+        num_snapshots = 3 if state_blocks else None
+        self.lanes = FakeLanes(kv, images, fake_states(config, num_snapshots, kv))
         self.connector = PeerConnector(config, switches)
         self.scheduler = StageScheduler(
-            role, kv, images, config, instance=name, observer=StepHistory(), connector=self.connector
+            role,
+            kv,
+            images,
+            config,
+            instance=name,
+            num_snapshots=num_snapshots,
+            num_state_blocks=state_blocks,
+            observer=StepHistory(),
+            connector=self.connector,
         )
         self.look_ahead = config.look_ahead
         self.offers: dict[tuple[int, int | None], Offer] = {}  # that are live here, by owner and image
@@ -107,6 +117,7 @@ class Cluster:
         kv_blocks: int,
         image_blocks: int,
         config: SchedulerConfig,
+        state_blocks: int = 0,
         switches: ClusterConfig = ALL_ON,
         bad_copies: float = 0.0,
         withdrawals: float = 0.0,
@@ -114,7 +125,10 @@ class Cluster:
     ) -> None:
         parsed = Topology.parse(topology)
         named = zip(parsed.names, parsed.instances, strict=True)
-        self.nodes = [Node(name, spec.role, config, switches, kv_blocks, image_blocks) for name, spec in named]
+        self.nodes = [
+            Node(name, spec.role, config, switches, kv_blocks + state_blocks, image_blocks, state_blocks)
+            for name, spec in named
+        ]
         self.random = Random(seed)
         self.bad_copies, self.withdrawals, self.lends = bad_copies, withdrawals, lends
         self.users: list[User] = []

@@ -64,7 +64,7 @@ def switches_of(random: Random) -> ClusterConfig:
 def test_every_request_ends_with_its_tokens(topology: str, seed: int) -> None:
     random = Random(seed)
     work = requests(random)
-    own = {"config": settings_of(random), "switches": switches_of(random)}
+    own = {"config": settings_of(random), "switches": switches_of(random), "state_blocks": random.choice([0, 1, 3])}
     Cluster(topology, seed, **own, **smallest(work)).run(work)
 
 
@@ -78,5 +78,5 @@ def test_also_with_aborts_invalid_copies_withdrawals_and_loans(topology: str, se
     work = requests(random)
     pools = smallest(work, spare=random.randint(0, 4))
     faults = {"bad_copies": 0.1, "withdrawals": 0.01, "lends": 0.03}
-    own = {"config": settings_of(random), "switches": switches_of(random)}
+    own = {"config": settings_of(random), "switches": switches_of(random), "state_blocks": random.choice([0, 1, 3])}
     Cluster(topology, seed, **own, **pools, **faults).run(work, aborts=0.003)
