@@ -499,6 +499,7 @@ def leaves(config: Json, prefix: str = "") -> Iterator[str]:
 ODD_VALUES = (None, ..., True, -1, 0, 1, 1.5, 10**400, float("nan"), "", "x", [], [[]], {}, {"a": None})
 
 
+@pytest.mark.quick("preprocessor", "tokenizer")
 @pytest.mark.parametrize("file", ["config.json", "preprocessor_config.json", "tokenizer_config.json"])
 def test_no_value_anywhere_leads_to_another_exception(published: ModelDir, file: str) -> None:
     content: Json = json.loads((published.path / file).read_text())

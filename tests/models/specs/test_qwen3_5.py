@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hydra_engine.errors import CheckpointError, InvalidImage
 from hydra_engine.models.qwen_vl.spec import Qwen3VlVisionSpec
 from hydra_engine.models.specs.base import DeltaShape, VideoInfo
 from tests.models.specs.model_dirs import Json, ModelDir, changed
+from tests.models.specs.test_minicpmv import ODD_VALUES, leaves
 from tests.models.specs.test_qwen3_vl import IMAGES, VIDEOS
 
 
@@ -162,3 +165,17 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
 def test_what_cannot_be_served_is_refused_in_a_sentence(tmp_path: Path, case: str) -> None:
     path, value, words = REFUSED[case]
     assert words in model_dir(tmp_path, changed(MODELS["2B"], path, value)).refusal()
+
+
+@pytest.mark.slow
+def test_no_value_anywhere_leads_to_another_exception(tmp_path: Path) -> None:
+    directory = model_dir(tmp_path, MODELS["2B"])
+    for path, value in itertools.product(leaves(MODELS["2B"]), ODD_VALUES):
+        directory.write("config.json", changed(MODELS["2B"], path, value))
+        try:
+            vision = directory.spec().vision
+            if vision is not None:
+                vision.plan_image(64, 64)
+                vision.plan_video(VideoInfo(64, 64, 9, 2.0))
+        except (CheckpointError, InvalidImage) as error:
+            assert "\n" not in error.message, path

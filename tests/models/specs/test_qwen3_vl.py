@@ -368,6 +368,7 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(directory: Directory, ca
 ODD_VALUES = (None, True, -1, 0, 1, 1.5, 10**400, float("nan"), "", "x", [], [[]], {}, {"a": None})
 
 
+@pytest.mark.quick("preprocessor")
 @pytest.mark.parametrize("file", ["config.json", "preprocessor_config.json", "video_preprocessor_config.json"])
 def test_no_value_anywhere_leads_to_another_exception(directory: Directory, file: str) -> None:
     config: Json = json.loads((directory.path / file).read_text())
