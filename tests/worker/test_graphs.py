@@ -285,8 +285,9 @@ def test_recurrent_states_change_places_between_replays(tmp_path: Path, device: 
     assert graphs is not None and graphs._parts.states is not None
     cache = graphs._parts.states.cache
     for states in cache.conv, cache.recurrent:
-        unwritten = states.isnan().flatten(1).any(1).view(6, 2)
-        assert sorted(unwritten.sum(1).tolist()) == [0, 0, 0, 2, 2, 2]
+        unwritten = states.isnan().flatten(1).any(1)
+        assert sorted(unwritten[:12].view(6, 2).sum(1).tolist()) == [0, 0, 0, 2, 2, 2]
+        assert len(unwritten) > 12 and unwritten[12:].all()  # snapshots, of which these plans name none
     plain.worker.close()
     rig.worker.close()
 
