@@ -158,6 +158,29 @@ def test_an_answer_stops_where_another_conversation_is_opened_and_keeps_its_word
     assert "w5 " in tab.answered() and "stopped" in tab.get("usage").inner_text()
 
 
+SLOW_DATABASE = """
+  const own = Object.getOwnPropertyDescriptor(IDBTransaction.prototype, "oncomplete");
+  Object.defineProperty(IDBTransaction.prototype, "oncomplete", { set(done) {
+    own.set.call(this, (event) => setTimeout(() => done(event), this.mode === "readonly" ? 1500 : 0));
+  } });
+"""
+
+
+@pytest.mark.slow
+def test_what_is_asked_before_the_conversations_are_read_is_answered(served: Scripted, new_tab: OpenTab) -> None:
+    tab = new_tab(served.url, view="chat")
+    tab.page.add_init_script(SLOW_DATABASE)
+    say(tab.open(), "first")
+    tab.page.wait_for_timeout(2000)
+    assert names(tab) == ["first"] and asked(served) == ["first"]
+    tab.page.reload()
+    tab.wait("[data-testid=connection][data-state=open]")
+    say(tab, "second")  # while the first one, open before, is read
+    tab.page.wait_for_timeout(2000)
+    assert names(tab) == ["second", "first"] and tab.page.locator(".message").count() == 2
+    assert served.engine.cancelled == []
+
+
 @pytest.mark.slow
 def test_a_server_with_a_key_keeps_conversations_in_the_tab(scripted: Serve, new_tab: OpenTab) -> None:
     served = scripted(api_key=("open sesame",))

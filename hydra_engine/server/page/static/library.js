@@ -33,21 +33,26 @@ export class Library {
     return this.#store instanceof TabStore;
   }
 
-  /** Opens what was open before a reload. */
+  /** Opens what was open before a reload, unless something was asked while it was read. */
   async start() {
     const left = read("sessionStorage", OPEN);
-    if (left?.id) {
-      const record = await this.#guard(this.#store.get(left.id));
-      if (record && left.turns && record.revision === left.revision) {
-        fill(left.turns, new Map(record.turns.flatMap(({ pictures }) => pictures ?? []).map(({ key, url }) => [key, url])));
-        record.turns = left.turns;
-      }
-      if (record) this.open = Object.assign(new Conversation(), record);
-      else if (left.turns) Object.assign(this.open, { id: left.id, turns: left.turns });
-      if (left.turns) this.save();
-    }
+    if (!left?.id) this.#hooks.opened();
+    else await this.#reopen(left);
     await this.#list();
-    this.#hooks.opened();
+  }
+
+  async #reopen({ id, revision, turns }) {
+    const record = await this.#guard(this.#store.get(id));
+    if (record && turns && record.revision === revision) {
+      fill(turns, new Map(record.turns.flatMap(({ pictures }) => pictures ?? []).map(({ key, url }) => [key, url])));
+      record.turns = turns;
+    }
+    const kept = Object.assign(new Conversation(), record ?? (turns ? { id, turns } : {}));
+    if (!this.open.turns.length) {
+      this.open = kept;
+      this.#hooks.opened();
+    }
+    if (turns) this.save(kept);
   }
 
   /** Keeps conversations where this server's belong. */
@@ -63,7 +68,7 @@ export class Library {
     await this.#list();
     // What this tab has just begun goes along; what was kept stays where it is.
     if (begun.turns.length && !begun.revision) this.open = begun;
-    this.#hooks.opened();
+    else this.#hooks.opened();
   }
 
   /** Opens another conversation; without an id a new one. */
