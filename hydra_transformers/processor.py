@@ -124,7 +124,8 @@ class PictureProcessor:
                 failures.append(error)
         sizes = " and ".join(f"{image.width} x {image.height}" for image in images)
         raise CheckpointError(
-            f"the model's processor fails on a picture of {sizes} pixels: {describe_error(failures[-1])}"
+            f"the model's processor fails on a prompt of {text[0]!r} with pictures of {sizes} pixels: "
+            f"{describe_error(failures[-1])}"
         ) from failures[-1]
 
     def expand(self, image: Image.Image) -> Expansion:

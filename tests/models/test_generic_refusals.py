@@ -150,7 +150,7 @@ def test_a_processor_that_fails_on_every_picture_says_why(copied: Path, monkeypa
         raise ValueError("give me a question and an answer")
 
     monkeypatch.setattr(transformers.Gemma3Processor, "__call__", fail)
-    with pytest.raises(CheckpointError, match="fails on a picture of 64 x 64 pixels: give me a question and an answer"):
+    with pytest.raises(CheckpointError, match="with pictures of 64 x 64 pixels: give me a question and an answer"):
         load_spec(copied, GENERIC)
 
 
