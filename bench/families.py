@@ -1,4 +1,5 @@
-"""Encode, prefill and decode of every native family on its random miniature, in bf16.
+"""Encode, prefill and decode of every native family on its random miniature, in bf16; those with recurrent states are
+left out.
 
 The miniatures are too small to say how fast a real model is; they show that each family's stages run, what a picture of
 640 x 480 becomes, and what a step costs beyond arithmetic. `python -m bench.families`; the last line is one JSON
@@ -19,7 +20,7 @@ from bench.common import card, emit, interleaved
 from bench.micro.steps import Row
 from bench.micro.subject import Subject
 from hydra_engine.backend.select import create_backend
-from hydra_engine.models.specs.registry import FAMILIES
+from hydra_engine.models.specs.registry import FAMILIES, load_spec
 from tools.miniatures import make_tiny
 
 PICTURE = (640, 480)
@@ -27,7 +28,6 @@ PROMPT, CONTEXT, ROWS = 128, 256, 8
 
 
 def measure(family: str, directory: Path, threads: int, repeats: int) -> dict[str, Any]:
-    make_tiny(family, directory, seed=1, dtype="bfloat16")
     backend = create_backend("cpu", torch.bfloat16, threads=threads)
     subject = Subject(family, directory, backend)
     assert subject.spec.vision is not None, "a model with a vision tower"
@@ -58,7 +58,12 @@ def main() -> None:
     figures = []
     with torch.inference_mode(), tempfile.TemporaryDirectory() as folder:
         for family in (name for name, row in FAMILIES.items() if row.vision):
-            row = measure(family, Path(folder) / family, arguments.threads, repeats)
+            directory = Path(folder) / family
+            make_tiny(family, directory, seed=1, dtype="bfloat16")
+            if load_spec(directory).language.has_states:
+                print(f"{family:14} has recurrent states", flush=True)
+                continue
+            row = measure(family, directory, arguments.threads, repeats)
             figures.append(row)
             print(
                 f"{family:14} {row['patches']:8} {row['tokens']:7} {row['spans']:6} {row['encode_ms']:10.2f} "

@@ -177,7 +177,8 @@ def test_the_end_of_what_is_forked_is_that_of_an_instance(
     make_engine: EngineFactory, models: Mapping[str, Path]
 ) -> None:
     """A successor of the instance, and of the processor's child, starts in full."""
-    engine = make_engine(model=models["gemma3"], model_impl="transformers", processes=True)
+    options: dict[str, Any] = {"processes": True, "recovery_s": 120.0}  # a start in full may take long
+    engine = make_engine(model=models["gemma3"], model_impl="transformers", **options)
     expected = engine.generate("Hello", picture(1), **OPTIONS)
     preloaded, instance = engine.frontend._preloaded, engine.instances()[0].pid
     assert preloaded is not None

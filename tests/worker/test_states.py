@@ -96,6 +96,10 @@ def test_the_next_owner_of_a_slot_begins_without_a_state() -> None:
     assert (cu_q, starts) == ([0, 4], [0]) and {read, write} == {4, 5}
     states.advance(plan(chunk(2, 0, 4)))
     assert states.rows(plan(decode(2, 4))).read_slots.tolist() == [write]
+    # Where the last owner's state was left is a slot that another row may write.
+    states.advance(plan(replace(chunk(2, 0, 4), state_slots=(-1, 7))))
+    both = states.rows(plan(chunk(2, 0, 3), replace(chunk(1, 0, 4), state_slots=(-1, 7))))
+    assert both.write_slots.tolist() == [4, 7] and both.read_slots.tolist() == [5, 2]
 
 
 def test_a_state_moves_in_blocks_of_the_kv_cache() -> None:

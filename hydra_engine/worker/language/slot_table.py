@@ -375,16 +375,17 @@ class StateTable:
                 left, raw = left[count:], raw[count:]
 
     def rows(self, plan: LanguagePlan) -> StateRows:
-        """State slots that each row reads and writes, in host tensors. A row that begins at position 0 reads none.
+        """State slots that each row reads and writes, in host tensors. A row that begins at position 0 reads none: it
+        names one of its own two, since the last owner's may be a snapshot that another row writes by now.
         Asserts that each state has seen exactly the tokens before its row."""
         seq_slots, starts = seq_slots_of(plan), starts_of(plan)
-        reads = self._current[seq_slots]
+        writes = self._written(plan, seq_slots)
+        reads = np.where(starts > 0, self._current[seq_slots], 2 * seq_slots + (writes == 2 * seq_slots))
         seen = np.where(starts > 0, self._num_tokens[reads], 0)
         wrong = np.flatnonzero(seen != starts)
         assert not wrong.size, f"state of {seen[wrong[0]]} tokens where a row begins at {starts[wrong[0]]}"
         cu_q = np.zeros(len(seq_slots) + 1, dtype=np.int64)
         np.cumsum(counts_of(plan), out=cu_q[1:])
-        writes = self._written(plan, seq_slots)
         return StateRows(*(torch.from_numpy(values) for values in (cu_q, starts, reads, writes)))
 
     def advance(self, plan: LanguagePlan) -> None:
