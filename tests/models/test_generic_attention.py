@@ -69,6 +69,7 @@ def test_logits_and_greedy_tokens_match(name: str, directories: Mapping[str, Pat
             assert torch.equal(pair.driver.run(pair.request(prompt), chunks), logits), chunks
 
 
+@pytest.mark.slow
 def test_a_mixture_needs_the_flag_that_its_sentence_names(directories: Mapping[str, Path]) -> None:
     options: dict[str, Any] = {"model_impl": "transformers", "threads": 1, "num_kv_blocks": 64}
     with pytest.raises(ConfigError, match=r"GptOssForCausalLM computes .* give deterministic=False to run it"):
