@@ -29,7 +29,7 @@ from typing import Any
 from bench.compare import add_options, parse_options, run, run_all
 from bench.micro.encode import picture_of
 from bench.micro.subject import directory_of
-from bench.peers.table import processor
+from bench.peers.table import sections
 from hydra_engine.models.specs.registry import load_spec
 from hydra_terminal.load.client import Answer, Client
 from hydra_terminal.load.events import parse as parse_events
@@ -225,12 +225,8 @@ def measure(target: Target, arguments: argparse.Namespace, number: int) -> dict[
 
 def table(documents: Sequence[dict[str, Any]], cpu: str, flags: frozenset[str]) -> Iterator[str]:
     """Medians of the rounds."""
-    groups: dict[tuple[int, str], dict[str, list[dict[str, Any]]]] = {}
-    for one in documents:
-        systems = groups.setdefault((one["threads"], one["precision"]), {})
-        systems.setdefault(one["system"], []).extend([one] if "left_out" not in one else [])
-    for (threads, precision), systems in groups.items():
-        yield f"\n{processor(cpu, flags)}; {threads} thread{'s' * (threads > 1)}, --quantization {precision}\n"
+    for heading, systems in sections(documents, cpu, flags):
+        yield heading
         yield _line(*_HEAD)
         yield _line(*["---"] * len(_HEAD))
         for name, rounds in systems.items():

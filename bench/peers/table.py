@@ -35,14 +35,22 @@ def processor(cpu: str, flags: frozenset[str]) -> str:
     return f"{cpu} with {', '.join(has) or 'no vectors'}; without {', '.join(lacks) or 'nothing'}"
 
 
-def table(documents: Sequence[dict[str, Any]], cpu: str, flags: frozenset[str]) -> Iterator[str]:
-    """Medians of the rounds. The ratios are ours over theirs, of tokens/s (better above 1) and of TPOT (below 1)."""
+def sections(
+    documents: Sequence[dict[str, Any]], cpu: str, flags: frozenset[str]
+) -> Iterator[tuple[str, dict[str, list[dict[str, Any]]]]]:
+    """Yields the heading of each number of threads and precision, and the rounds of its systems; none if left out."""
     groups: dict[tuple[int, str], dict[str, list[dict[str, Any]]]] = {}
     for one in documents:
         systems = groups.setdefault((one["threads"], one["precision"]), {})
         systems.setdefault(one["system"], []).extend([one] if "left_out" not in one else [])
     for (threads, precision), systems in groups.items():
-        yield f"\n{processor(cpu, flags)}; {threads} thread{'s' * (threads > 1)}, --quantization {precision}\n"
+        yield f"\n{processor(cpu, flags)}; {threads} thread{'s' * (threads > 1)}, --quantization {precision}\n", systems
+
+
+def table(documents: Sequence[dict[str, Any]], cpu: str, flags: frozenset[str]) -> Iterator[str]:
+    """Medians of the rounds. The ratios are ours over theirs, of tokens/s (better above 1) and of TPOT (below 1)."""
+    for heading, systems in sections(documents, cpu, flags):
+        yield heading
         yield _line(*_HEAD)
         yield _line(*["---"] * len(_HEAD))
         for kind in ("text", "pictures"):

@@ -8,7 +8,6 @@ never imports torch.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import math
@@ -120,8 +119,10 @@ class Frontend:
         options, modules = self.config.spec_options, modules_to_preload(self.config.model_impl)
         if not modules:
             return await asyncio.to_thread(load_spec, self.config.model_path, options)
-        with contextlib.suppress(OSError):  # then every process imports what it needs
+        try:
             self._preloaded = Preloaded([INSTANCE, *modules], shared_environment())
+        except OSError as error:
+            logger.warning("no process to fork others from could start (%s): each imports %s itself", error, modules)
         self._supervisor.preloaded = self._preloaded
         if not self._supervisor.processes:
             for module in modules:
