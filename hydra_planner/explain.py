@@ -76,11 +76,25 @@ def tokens_per_kilodollar(tokens_per_s: float, dollars: float) -> float:
     return tokens_per_s / (dollars / 1000)
 
 
-def price_ratio(vision: DeviceKind, language: DeviceKind) -> float | None:
-    """Gamma, of prices to buy or else for an hour; None where no kind of price is known of both."""
-    for one, other in ((vision.price, language.price), (vision.hour_price, language.hour_price)):
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Prices of the same kind of two devices; `unit`: $ to buy one, or $/h."""
+
+    vision: float
+    language: float
+    unit: str
+
+    @property
+    def ratio(self) -> float:
+        """Gamma."""
+        return self.vision / self.language
+
+
+def prices_of(vision: DeviceKind, language: DeviceKind) -> Prices | None:
+    """Prices to buy or else for an hour; None where no kind of price is known of both."""
+    for one, other, unit in ((vision.price, language.price, "$"), (vision.hour_price, language.hour_price, "$/h")):
         if one is not None and other:
-            return one / other
+            return Prices(one, other, unit)
     return None
 
 
@@ -117,7 +131,7 @@ class LinkTest:
 class Explanation:
     """Means per request. `kv_bytes`, `feature_bytes`, `ratio` and `links` are of the requests with pictures: None and
     empty where there are none. Two tiers have `num_vision` (rho) devices of the first kind for each of the second; one
-    tier has devices of the second alone. `gamma` and what follows from it are None without prices."""
+    tier has devices of the second alone. `prices` and what follows from them are None where not both are known."""
 
     vision_device: str
     language_device: str
@@ -134,7 +148,7 @@ class Explanation:
     one_tier_vision_s: float
     rho: float
     one_tier_rho: float
-    gamma: float | None
+    prices: Prices | None
     num_vision: float
     requests_per_s: float  # of two tiers, for each device for tokens
     cost_share: float | None
@@ -165,7 +179,7 @@ def explain(
     )
     own_vision_s = _mean([vision_seconds(language.costs.surface, work) for work in asked])
     rho, own_rho = seconds.vision / seconds.language, own_vision_s / seconds.language
-    gamma = price_ratio(vision, language)
+    prices = prices_of(vision, language)
     num_vision = vision_devices(rho, 1.0)
     rate = throughput(num_vision, 1.0, seconds.vision, seconds.language)
     output = _mean([work.output for work in asked])
@@ -187,10 +201,10 @@ def explain(
         one_tier_vision_s=own_vision_s,
         rho=rho,
         one_tier_rho=own_rho,
-        gamma=gamma,
+        prices=prices,
         num_vision=num_vision,
         requests_per_s=rate,
-        cost_share=None if gamma is None else cost_share(rho, gamma, own_rho),
+        cost_share=None if prices is None else cost_share(rho, prices.ratio, own_rho),
         kilodollar_tokens=two_tiers,
         one_tier_kilodollar_tokens=one_tier,
     )
@@ -241,7 +255,7 @@ def _transfers(told: Explanation) -> list[str]:
     if not told.links:
         return found
     found.append(f"Against {1e3 * told.links[0].encode_s:.3g} ms of encode on {told.vision_device} that takes:")
-    heads = ("link", "GB/s", "features ms", "of encode", "KV ms", "of encode", "small enough")
+    heads = ("link", "GB/s", "features ms", "% of encode", "KV ms", "% of encode", "small enough")
     table = [heads, *(_link_row(test) for test in told.links)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in table:
@@ -251,40 +265,49 @@ def _transfers(told: Explanation) -> list[str]:
 
 
 def _link_row(test: LinkTest) -> tuple[str, ...]:
-    times = (1e3 * test.features_s, test.features_share, 1e3 * test.kv_s, test.kv_share)
+    times = (1e3 * test.features_s, 100 * test.features_share, 1e3 * test.kv_s, 100 * test.kv_share)
     return (test.link, f"{test.bytes_per_s / 1e9:.3g}", *(f"{time:.3g}" for time in times), test.verdict)
 
 
 def _balance(told: Explanation) -> list[str]:
-    seconds = told.seconds
+    seconds, language = told.seconds, told.language_device
+    tokens = f"{1e3 * seconds.prefill:.3g} ms of prefill and {1e3 * seconds.decode:.3g} ms of decode"
+    if not told.with_pictures:
+        return [f"A request keeps {language} busy for {tokens}: {told.requests_per_s:.3g} requests per second on each."]
     found = [
-        f"A request keeps {told.vision_device} busy for {1e3 * seconds.vision:.3g} ms, and {told.language_device} for "
-        f"{1e3 * seconds.prefill:.3g} ms of prefill and {1e3 * seconds.decode:.3g} ms of decode: rho = {told.rho:.3g}.",
-        f"For each {told.language_device}, {told.num_vision:.3g} {told.vision_device} keep up: n_C = rho n_D, and "
+        f"A request keeps {told.vision_device} busy for {1e3 * seconds.vision:.3g} ms, and {language} for {tokens}: "
+        f"rho = {told.rho:.3g}.",
+        f"For each {language}, {told.num_vision:.3g} {told.vision_device} keep up: n_C = rho n_D, and "
         f"{told.requests_per_s:.3g} requests per second.",
     ]
-    if told.vision_device != told.language_device:
+    if told.vision_device != language:
         found.append(
-            f"On {told.language_device} alone the encodes would take {1e3 * told.one_tier_vision_s:.3g} ms, rho = "
+            f"On {language} alone the encodes would take {1e3 * told.one_tier_vision_s:.3g} ms, rho = "
             f"{told.one_tier_rho:.3g}."
         )
     return found
 
 
 def _costs(told: Explanation) -> list[str]:
+    one_tier = told.one_tier_kilodollar_tokens
+    if not told.with_pictures:
+        return [] if one_tier is None else [f"For each $1,000: {one_tier:.3g} tokens per second."]
     if told.vision_device == told.language_device:
         return ["Both tiers are the same device, so there is no cost to compare."]
-    if told.gamma is None or told.cost_share is None:
-        return ["The prices of both devices are not known, so nothing is said about cost."]
-    saving = 1 - told.cost_share
+    if told.prices is None or told.cost_share is None:
+        return [
+            f"The prices of both devices are not known, so nothing is said about cost; give those of "
+            f"{told.vision_device} and {told.language_device} with --price."
+        ]
+    saving, prices, language = 1 - told.cost_share, told.prices, told.language_device
     found = [
-        f"At gamma = {told.gamma:.3g} two tiers cost {told.cost_share:.1%} of {told.language_device} alone with the "
-        f"same throughput: {abs(saving):.1%} {'less' if saving >= 0 else 'more'}.",
+        f"At gamma = {prices.ratio:.3g} ({told.vision_device} at {prices.vision:.6g} {prices.unit}, {language} at "
+        f"{prices.language:.6g} {prices.unit}) two tiers cost {told.cost_share:.1%} of {language} alone with the same "
+        f"throughput: {abs(saving):.1%} {'less' if saving >= 0 else 'more'}.",
     ]
-    if told.kilodollar_tokens is not None and told.one_tier_kilodollar_tokens is not None:
+    if told.kilodollar_tokens is not None and one_tier is not None:
         found.append(
-            f"For each $1,000: {told.kilodollar_tokens:.3g} tokens per second on two tiers, "
-            f"{told.one_tier_kilodollar_tokens:.3g} on one."
+            f"For each $1,000: {told.kilodollar_tokens:.3g} tokens per second on two tiers, {one_tier:.3g} on one."
         )
     return found
 

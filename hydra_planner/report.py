@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import combinations
 
 from hydra_engine.config import MediaConfig
 from hydra_planner import explain
@@ -12,6 +13,8 @@ from hydra_planner.search.load import rate_of
 from hydra_planner.search.measure import SHARE, Question
 from hydra_planner.search.plan import Plan
 from hydra_planner.search.rows import Row
+from hydra_planner.search.settings import InstanceLimits
+from hydra_planner.simulator.costs import DeviceKind
 from hydra_planner.workload.file import WorkloadRequest
 
 _SHOWN = 24  # rows of the table
@@ -38,17 +41,18 @@ def _head(plan: Plan, question: Question, model: str) -> Iterator[str]:
     text, answer = (sum(lengths) / len(rows) for lengths in zip(*_lengths(rows), strict=True))
     yield f"model       {model}"
     counts = Counter(kind.name for kind in question.kinds.values())
-    sources = {kind.name: kind.costs.source for kind in question.kinds.values()}
+    kinds = {kind.name: kind for kind in question.kinds.values()}
     for name, count in counts.items():
-        yield f"devices     {count} x {name} ({sources[name]})"
+        yield f"devices     {count} x {name} ({kinds[name].costs.source}{_price_of(kinds[name])})"
     recorded = "all at once" if rate is None else f"recorded at {rate:.3g} requests/s"
     yield (
         f"workload    {len(rows)} requests, {recorded}; on the mean {text:.0f} tokens of text, {pictures:.2g} pictures"
         f"{f', {videos} videos in all' if videos else ''}, {answer:.0f} tokens out"
     )
     for name, (encode_s, prefill_s, decode_s) in plan.work.items():
+        encode = f"encode {1e3 * encode_s:.3g} ms, " if question.spec.vision is not None else ""
         yield (
-            f"work        of a request on {name}: encode {1e3 * encode_s:.3g} ms, prefill {1e3 * prefill_s:.3g} ms, "
+            f"work        of a request on {name}: {encode}prefill {1e3 * prefill_s:.3g} ms, "
             f"decode {1e3 * decode_s:.3g} ms in full batches"
         )
     yield (
@@ -57,14 +61,23 @@ def _head(plan: Plan, question: Question, model: str) -> Iterator[str]:
     )
 
 
+def _price_of(kind: DeviceKind) -> str:
+    if kind.hour_price is not None:
+        return f"; ${kind.hour_price:g}/h each"
+    return "" if kind.price is None else f"; ${kind.price:g} each"
+
+
 def _table(plan: Plan) -> Iterator[str]:
     offline = plan.objective == "offline"
     result = ("last answer", "") if offline else ("goodput", "requests/s")
     columns = [("topology", ""), ("estimate", "requests/s"), result, ("within", "limits")]
     columns += [("TTFT p50", "ms"), ("p90", "ms"), ("TPOT p50", "ms"), ("p90", "ms"), ("tokens/s", "")]
-    columns += [("price", "$/h"), ("why not", "")]
-    cells = [*zip(*columns, strict=True), *(_cells(row, offline=offline) for row in plan.rows[:_SHOWN])]
-    if all(row.hour_price is None for row in plan.rows[:_SHOWN]):
+    by_hour = any(row.hour_price is not None for row in plan.rows[:_SHOWN])
+    prices = [row.hour_price if by_hour else row.price for row in plan.rows[:_SHOWN]]
+    columns += [("price", "$/h" if by_hour else "$"), ("why not", "")]
+    shown = (_cells(*pair, offline=offline) for pair in zip(plan.rows, prices, strict=False))
+    cells = [*zip(*columns, strict=True), *shown]
+    if all(price is None for price in prices):
         cells = [[*row[:_PRICE], *row[_PRICE + 1 :]] for row in cells]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
@@ -74,10 +87,10 @@ def _table(plan: Plan) -> Iterator[str]:
         yield f"  and {len(plan.rows) - _SHOWN} more, which can do less"
 
 
-def _cells(row: Row, *, offline: bool) -> list[str]:
+def _cells(row: Row, dollars: float | None, *, offline: bool) -> list[str]:
     point = row.point
     name = row.name + "".join(f" {setting.flags}" for setting in row.settings)
-    price = "" if row.hour_price is None else f"{row.hour_price:.2f}"
+    price = "" if dollars is None else f"{dollars:.2f}"
     if point is None:
         return [name, f"{row.bound:.3g}", *[""] * 7, price, row.reason]
     result = _time(point.span_s) if offline else _goodput(row)
@@ -102,20 +115,22 @@ def _goodput(row: Row) -> str:
 
 def _verdict(plan: Plan, question: Question, given: Sequence[str]) -> Iterator[str]:
     best = plan.best
-    limits = ", ".join(
-        f"{one.role}: {one.token_budget} tokens a step, {one.max_num_seqs} requests at once, "
-        f"{one.kv_tokens} tokens of KV"
-        if one.kv_tokens
-        else f"{one.role}: {one.image_budget} patches a step"
-        for one in plan.limits
-    )
-    yield f"best        {best.name}: {limits}"
+    unlike = len({kind.name for kind in question.kinds.values()}) > 1
+    yield f"best        {best.name}: {'; '.join(_limits(one, unlike=unlike) for one in plan.limits)}"
     if best.point is not None and best.price:
         each = explain.tokens_per_kilodollar(best.point.tokens_per_s, best.price)
         yield f"            {each:.3g} tokens/s per $1,000"
     if best.point is not None and best.hour_price and best.point.tokens_per_s:
         yield f"            ${best.hour_price / best.point.tokens_per_s / 3600 * 1e6:.3g} for a million tokens"
     yield f"to start    hydra-engine serve {' '.join([*given, *serve_flags(plan, question)])}"
+
+
+def _limits(limits: InstanceLimits, *, unlike: bool) -> str:
+    found = [f"{limits.image_budget} patches a vision step"] if "E" in limits.role else []
+    if limits.kv_tokens:
+        found += [f"{limits.token_budget} tokens a step", f"{limits.max_num_seqs} requests at once"]
+        found.append(f"{limits.kv_tokens} tokens of KV")
+    return f"{limits.role}{f' on {limits.device}' if unlike else ''}: {', '.join(found)}"
 
 
 def serve_flags(plan: Plan, question: Question) -> list[str]:
@@ -132,18 +147,23 @@ def serve_flags(plan: Plan, question: Question) -> list[str]:
     return [*flags, *(setting.flags for setting in plan.best.settings)]
 
 
-def explain_lines(plan: Plan, question: Question) -> list[str]:
-    """HeteroServe's closed forms, for the devices on which the best topology encodes and those where it does the
-    rest."""
-    placed = [part.split("@") for part in plan.best.topology.split("+")]
-    of_stage = {stage: [device for roles, device in placed if stage in roles] for stage in ("E", "D")}
-    vision, language = (question.kinds[of_stage[stage][0]] for stage in ("E", "D"))
+def explain_lines(plan: Plan, question: Question) -> Iterator[str]:
+    """Yields HeteroServe's closed forms for every two kinds of the devices that were asked for, or for the only one.
+    Of two kinds the one with the quicker decodes does the tokens, whose memory they need; of equal ones the dearer."""
+    kinds = {kind.name: kind for kind in question.kinds.values()}
+    has_pictures = any(row.pictures or row.videos for row in question.rows)
+    pairs = list(combinations(kinds.values(), 2)) if has_pictures else []
+    for number, pair in enumerate(pairs or [(kind, kind) for kind in kinds.values()]):
+        vision, language = sorted(pair, key=lambda kind: (-plan.work[kind.name][2], kind.hour_price or kind.price or 0))
+        told = explain.explain(question.spec, question.rows, vision, language, _links(vision, language))
+        yield from explain.lines(told)[0 if not number else 1 :]
+
+
+def _links(one: DeviceKind, other: DeviceKind) -> tuple[Link, ...]:
     known = {device.name: device for device in devices()}
-    if vision.name in known and language.name in known:
-        links = links_between(known[vision.name], known[language.name])
-    else:
-        links = (Link("between instances", min(vision.link_bytes_per_s, language.link_bytes_per_s)),)
-    return explain.lines(explain.explain(question.spec, question.rows, vision, language, links))
+    if one.name in known and other.name in known:
+        return links_between(known[one.name], known[other.name])
+    return (Link("between instances", min(one.link_bytes_per_s, other.link_bytes_per_s)),)
 
 
 def _lengths(rows: Sequence[WorkloadRequest]) -> list[tuple[int, int]]:

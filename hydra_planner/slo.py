@@ -27,8 +27,12 @@ class Limits:
         return record.ttft_s is not None and record.ttft_s <= self.ttft_s
 
     def tpot_met(self, record: Record) -> bool:
-        """A request with one token has no gap and meets it."""
+        """True if 90 % of the gaps are within the limit, or there are none. A request that still runs is judged by its
+        gaps so far, and by its wait for the next token once that is late."""
         gaps = record.gaps()
+        if record.stamps and record.num_tokens < record.wanted_tokens:
+            waits_s = record.end_s - record.stamps[-1]
+            gaps += [waits_s] if waits_s > self.tpot_limit_s else []
         return sum(gap <= self.tpot_limit_s for gap in gaps) >= SHARE * len(gaps)
 
     def met(self, record: Record) -> bool:

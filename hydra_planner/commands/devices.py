@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,6 +53,33 @@ def devices_of(
         kinds += [kind] * count
     _checked(len(kinds), text)
     return {f"cuda:{index}": kind for index, kind in enumerate(kinds)}, Host(cores=_HOST_CORES)
+
+
+def with_prices(kinds: Mapping[str, DeviceKind], texts: Sequence[str]) -> dict[str, DeviceKind]:
+    """Returns the kinds with these prices for an hour, each A100=1.29 or, of all devices, 1.29, in place of all that is
+    known of the price of a kind. Raises ConfigError."""
+    from hydra_planner.hardware.devices import find_device
+
+    found, names = dict(kinds), {kind.name for kind in kinds.values()}
+    for text in texts:
+        name, equals, dollars = text.rpartition("=")
+        chosen = name.strip() if name.strip() in names or not equals else find_device(name.strip()).name
+        if equals and chosen not in names:
+            raise ConfigError(
+                f"--price {text[:40]}: the plan has no {chosen}, only {', '.join(sorted(names))}", param="price"
+            )
+        try:
+            price = float(dollars.strip().removeprefix("$"))
+        except ValueError:
+            price = math.nan
+        if not 0 < price < math.inf:
+            raise ConfigError(
+                f"--price {text[:40]}: write dollars for an hour of one device, for example A100=1.29", param="price"
+            )
+        for device, kind in found.items():
+            if not equals or kind.name == chosen:
+                found[device] = replace(kind, price=None, hour_price=price)
+    return found
 
 
 def _part(part: str, text: str, config: EngineConfig, spec: ModelSpec) -> tuple[int, DeviceKind]:

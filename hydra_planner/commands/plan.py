@@ -57,6 +57,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--profile", type=Path, metavar="FILE", help="step times that `hydra-engine profile --output FILE` has written"
     )
+    group.add_argument(
+        "--price",
+        action="append",
+        default=[],
+        metavar="DEVICE=DOLLARS",
+        help="dollars for an hour of one device, for example A100=1.29 or, of every device, 1.29; repeat it for other "
+        "kinds (default: list prices, where one is known)",
+    )
     group.add_argument("--topologies", metavar="LIST", help="only these, with spaces between them")
     group.add_argument(
         "--objective",
@@ -149,7 +157,7 @@ def _drawing() -> Any:
 
 def _question(arguments: argparse.Namespace, config: EngineConfig) -> Question:
     from hydra_engine.models.specs.registry import load_spec
-    from hydra_planner.commands.devices import devices_of
+    from hydra_planner.commands.devices import devices_of, with_prices
     from hydra_planner.search.measure import Question
     from hydra_planner.search.plan import with_decoders
     from hydra_planner.slo import Limits
@@ -163,7 +171,8 @@ def _question(arguments: argparse.Namespace, config: EngineConfig) -> Question:
     given = config.scheduler
     limits = Limits(given.ttft_slo or _TTFT_S, given.tpot_slo or _TPOT_S)
     kinds, host = devices_of(arguments.devices, arguments.profile, config, spec)
-    return with_decoders(Question(spec, config, kinds, host, rows, limits).limited())
+    priced = with_prices(kinds, arguments.price)
+    return with_decoders(Question(spec, config, priced, host, rows, limits).limited())
 
 
 def _effort(arguments: argparse.Namespace) -> Effort:

@@ -6,6 +6,7 @@ device, written there (E-PD), (E-P)-D and (E-D)-P. Does not know loads or costs.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,13 +27,18 @@ class Candidate:
     @property
     def name(self) -> str:
         """Short: numbers of roles, and in brackets what shares a device."""
-        groups: dict[tuple[str, ...], int] = {}
-        for roles in self._by_device().values():
-            groups[roles] = groups.get(roles, 0) + 1
+        return self.name_on({})
+
+    def name_on(self, kinds: Mapping[str, str]) -> str:
+        """Returns `name`, with the kind of each device behind an @ where `kinds`, by device, has several."""
+        unlike = len(set(kinds.values())) > 1
+        groups = Counter(
+            (roles, kinds[device].replace(" ", "") if unlike else "") for device, roles in self._by_device().items()
+        )
         parts = []
-        for roles, count in groups.items():
+        for (roles, kind), count in groups.items():
             text = roles[0] if len(roles) == 1 else f"({'-'.join(roles)})"
-            parts.append(f"{count if count > 1 else ''}{text}")
+            parts.append(f"{count if count > 1 else ''}{text}{'@' if kind else ''}{kind}")
         return "+".join(parts)
 
     @property

@@ -71,14 +71,15 @@ def _short_of(
     """The first stage that does not fit at this rate, or None. Stages with the fewest devices are placed first, each on
     what is left of its devices, the one with most left first."""
     left = {device: _Left(candidate, device, kinds[device].costs.surface) for device in candidate.devices}
-    by_stage = [(name, stage, _devices(candidate, stage)) for name, stage in STAGES]
+    by_stage = [
+        (name, stage, _devices(candidate, stage))
+        for name, stage in STAGES
+        if any(_of(stage, one) > 0 for one in seconds.values())  # one without work needs no device
+    ]
     for name, stage, devices in sorted(by_stage, key=lambda entry: len(entry[2])):
         amount = rate  # requests per second to place
         for device in sorted(devices, key=lambda device: -left[device].seconds_for(stage)):
             each_s = _of(stage, seconds[kinds[device].name])
-            if each_s <= 0:
-                amount = 0.0
-                break
             done = min(amount, left[device].seconds_for(stage) / each_s)
             amount -= done
             left[device].take(stage, done * each_s)

@@ -51,6 +51,10 @@ class Question:
             config = setting.apply(config)
         return Site(self.spec, config, devices, self.host)
 
+    def name_of(self, candidate: Candidate) -> str:
+        """Returns the candidate's name in tables, with kinds of devices where this question has several."""
+        return candidate.name_on({name: kind.name for name, kind in self.kinds.items()})
+
     def limited(self) -> Question:
         """The question with the limits in the configuration of the instances, so that their budgets follow from
         them."""

@@ -228,7 +228,8 @@ def _cheapest(search: Search, rate: float, chosen: Sequence[Candidate]) -> Plan:
                 return search.plan("cost", [row_of(question, one, entry) for one in shown], entry.candidate)
         failed += able or entries[:1]
     raise ConfigError(
-        f"none of these devices keep the limits at {rate:g} requests/s; the best was {failed[-1].candidate.name}"
+        f"none of these devices keep the limits at {rate:g} requests/s; the best was "
+        f"{question.name_of(failed[-1].candidate)}"
         + (f": {misses(failed[-1].points[-1])}" if failed[-1].points else ", which has no time left for that"),
         param="rate",
     )
@@ -277,8 +278,11 @@ def _with_settings(search: Search, winner: Entry) -> list[Entry]:
     load = min(missed, key=lambda point: point.rate or 0.0)
     if load.attainment >= SHARE:  # it falls behind, which no order of requests changes
         tried = [one for one in tried if one.field not in ORDERS]
-    entries = [Entry(replace(winner.candidate, settings=(one,)), winner.bound) for one in tried]
-    search.progress(f"{len(tried)} settings at {load.rate:.3g} requests/s", len(tried))
+    changed = [replace(winner.candidate, settings=(one,)) for one in tried]
+    entries = [Entry(one, winner.bound) for one in changed if _fits(question, one)]
+    if not entries:
+        return []
+    search.progress(f"{len(entries)} settings at {load.rate:.3g} requests/s", len(entries))
     points = search([(entry.candidate, load.rate, load.requests, load.seed) for entry in entries])
     for entry, point in zip(entries, points, strict=True):
         entry.points.append(point)
@@ -295,17 +299,26 @@ def _with_settings(search: Search, winner: Entry) -> list[Entry]:
 # ---- limits
 
 
-def _sizes(question: Question, candidate: Candidate) -> dict[str, Sizes]:
-    """Limits and caches of the first instance of each role. Raises ResourceError."""
-    site, topology, found = question.site(candidate), candidate.topology, dict[str, Sizes]()
+def _sizes(question: Question, candidate: Candidate) -> dict[tuple[str, str], Sizes]:
+    """Limits and caches of the first instance of each role on each kind of device. Raises ResourceError."""
+    site, topology, found = question.site(candidate), candidate.topology, dict[tuple[str, str], Sizes]()
     configs = [site.config.for_instance(*named) for named in zip(topology.names, _roles(topology), strict=True)]
     for spec, config in zip(topology.instances, configs, strict=True):
-        if spec.role.letters not in found:
+        kind = site.devices[spec.device]
+        if (spec.role.letters, kind.name) not in found:
             beside = [place for place, other in enumerate(topology.instances) if other.device == spec.device]
             roles = [topology.instances[place].role for place in beside]
-            kind, neighbours = site.devices[spec.device], [configs[place] for place in beside]
-            found[spec.role.letters] = sizes_of(site.spec, config, kind, spec.role, roles, neighbours)
+            neighbours = [configs[place] for place in beside]
+            found[spec.role.letters, kind.name] = sizes_of(site.spec, config, kind, spec.role, roles, neighbours)
     return found
+
+
+def _fits(question: Question, candidate: Candidate) -> bool:
+    try:
+        _sizes(question, candidate)
+    except ResourceError:  # its larger steps need the memory
+        return False
+    return True
 
 
 def _roles(topology: Topology) -> list[Role]:
@@ -314,11 +327,12 @@ def _roles(topology: Topology) -> list[Role]:
 
 def limits_of(question: Question, candidate: Candidate) -> list[InstanceLimits]:
     limits = []
-    for role, sizes in _sizes(question, candidate).items():
+    for (role, device), sizes in _sizes(question, candidate).items():
         scheduler = sizes.config.scheduler
         limits.append(
             InstanceLimits(
                 role=role,
+                device=device,
                 token_budget=scheduler.max_step_tokens,
                 max_num_seqs=scheduler.max_running_requests,
                 image_budget=scheduler.image_budget,
@@ -329,8 +343,8 @@ def limits_of(question: Question, candidate: Candidate) -> list[InstanceLimits]:
 
 
 def _nothing_keeps(question: Question, entry: Entry) -> str:
-    limits, point = question.limits, entry.points[-1]
+    limits, point, name = question.limits, entry.points[-1], question.name_of(entry.candidate)
     return (
         f"no topology keeps TTFT {limits.ttft_s:g} s and TPOT {limits.tpot_limit_s:g} s for {SHARE:.0%} of the "
-        f"requests at any rate; the best, {entry.candidate.name}, at {point.rate:.3g} requests/s: {misses(point)}"
+        f"requests at any rate; the best, {name}, at {point.rate:.3g} requests/s: {misses(point)}"
     )

@@ -37,7 +37,7 @@ def row_of(question: Question, entry: Entry, best: Entry) -> Row:
     measured = bool(entry.goodputs)
     uncertainty = entry.uncertainty if measured and math.isfinite(entry.uncertainty) else None
     return Row(
-        name=candidate.name,
+        name=question.name_of(candidate),
         topology=str(candidate.topology),
         family=candidate.family,
         bound=entry.bound.rate,
@@ -132,7 +132,7 @@ def device_price(question: Question, devices: Sequence[str]) -> tuple[float, int
 
 def refused_row(question: Question, candidate: Candidate, reason: str) -> Row:
     return Row(
-        name=candidate.name,
+        name=question.name_of(candidate),
         topology=str(candidate.topology),
         family=candidate.family,
         bound=0.0,

@@ -13,9 +13,11 @@ ORDERS = frozenset({"scheduling_policy", "encode_policy"})  # change who waits, 
 
 
 class InstanceLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits and caches of the instances of a role, from their device's memory or from the configuration."""
+    """Limits and caches of the instances of a role on one kind of device, from its memory or from the
+    configuration."""
 
     role: str
+    device: str = ""
     token_budget: int
     max_num_seqs: int
     image_budget: int
@@ -63,7 +65,11 @@ def settings_to_try(config: EngineConfig, limits: Sequence[InstanceLimits], *, r
 
 
 def _limits(config: EngineConfig, limits: Sequence[InstanceLimits]) -> Iterator[Setting]:
-    for one in limits:
+    roles = [one.role for one in limits]
+    for one in (one for place, one in enumerate(limits) if one.role not in roles[:place]):
+        if "E" in one.role and not config.scheduler.image_budget:
+            for count in (max(one.image_budget // 2, 1), 2 * one.image_budget):
+                yield Setting("", "instance_limits", f"{one.role}:image_budget={count}")
         if "P" in one.role and config.scheduler.token_budget is None:
             for count in (max(one.token_budget // 2, 64), 2 * one.token_budget):
                 yield Setting("", "instance_limits", f"{one.role}:token_budget={count}")

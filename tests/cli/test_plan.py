@@ -19,7 +19,7 @@ from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.profiler.fit import Samples
 from hydra_engine.profiler.store import Identity, Profile, Reach, model_identity, save
 from hydra_planner.commands import plan as command
-from hydra_planner.commands.devices import check_here, devices_of
+from hydra_planner.commands.devices import check_here, devices_of, with_prices
 from hydra_planner.search.plan import Plan
 from hydra_planner.search.settings import Setting
 from tests.cli.conftest import Here
@@ -71,6 +71,9 @@ def test_a_plan_is_printed_explained_and_written(here: Here, profile: Path, tmp_
         (("--workload", "pope", "--devices", "2xH200", "--tpot-slo", "0.01ms"), "no topology keeps the time between"),
         (("--workload", "pope", "--devices", "8xH200", "--launch"), "--launch needs 8 devices, and this machine has"),
         (("--workload", "pope", "--devices", "2xH200", "--topologies", "E+P+D"), "3 instances without a device"),
+        (("--workload", "pope", "--devices", "2xH200", "--price", "H200"), "write dollars for an hour of one device"),
+        (("--workload", "pope", "--devices", "2xH200", "--price", "H200=0"), "write dollars for an hour of one device"),
+        (("--workload", "pope", "--devices", "2xH200", "--price", "A100=2"), "the plan has no A100-80GB, only H200"),
     ],
 )
 def test_bad_input_is_one_sentence(here: Here, flags: tuple[str, ...], message: str) -> None:
@@ -113,6 +116,17 @@ def test_devices_are_of_several_kinds_or_like_this_machine(profile: Path) -> Non
     assert one.on_processor and [*several] == ["cuda:0", "cuda:1", "cuda:2"]
     with pytest.raises(ConfigError, match="write --devices 8"):
         devices_of("8xH200", profile, config, spec)
+
+
+def test_prices_are_those_of_the_user_where_there_are_some() -> None:
+    config = EngineConfig()
+    kinds, _ = devices_of("A100+RTX4090", None, config, load_spec(config.model_path, config.spec_options))
+    listed, one, all_of_them = (
+        [(kind.price, kind.hour_price) for kind in with_prices(kinds, texts).values()]
+        for texts in ([], ["4090=$0.35"], ["2", "A100=1.29"])
+    )
+    assert listed == [(16000, 5.12), (3000, None)]
+    assert one == [(16000, 5.12), (None, 0.35)] and all_of_them == [(None, 1.29), (None, 2.0)]
 
 
 def test_the_command_to_start_has_the_flags_that_were_given_and_that_the_plan_does_not_decide() -> None:

@@ -135,9 +135,9 @@ def test_the_cost_share_is_of_equal_throughput(vision_s: float, language_s: floa
 
 def test_price_ratios_are_of_the_same_kind_of_price() -> None:
     buy, rent, both = (flat_kind("x", 1, 1, *prices) for prices in ((3e3, None), (None, 2.0), (16e3, 8.0)))
-    assert forms.price_ratio(buy, both) == 0.1875
-    assert forms.price_ratio(rent, both) == 0.25
-    assert forms.price_ratio(buy, rent) is None
+    assert forms.prices_of(buy, both) == forms.Prices(3e3, 16e3, "$") and forms.Prices(3e3, 16e3, "$").ratio == 0.1875
+    assert forms.prices_of(rent, both) == forms.Prices(2.0, 8.0, "$/h")
+    assert forms.prices_of(buy, rent) is None
 
 
 # ---- a workload
@@ -155,7 +155,7 @@ def test_a_workload_is_told_in_the_papers_terms() -> None:
     assert found.ratio == pytest.approx(78.2, abs=0.1)
     assert found.seconds.prefill == pytest.approx(prefill_s) and found.seconds.decode == pytest.approx(decode_s)
     assert found.rho == found.one_tier_rho == pytest.approx(0.63) and found.num_vision == found.rho
-    assert found.gamma == 0.1875
+    assert found.prices is not None and found.prices.ratio == 0.1875
     assert found.cost_share == pytest.approx(1 - 0.314, abs=5e-4)
     assert found.requests_per_s == pytest.approx(1 / language_s)
     tokens_per_s = 128 / language_s
@@ -190,9 +190,9 @@ def test_a_dearer_second_tier_is_said_to_cost_more() -> None:
 def test_what_is_not_known_is_not_told() -> None:
     kind = flat_kind("a", 1e-4, 1e-4)
     found = explain(spec_of(LLAVA), one_picture(LLAVA), kind, flat_kind("b", 1e-4, 1e-4, price=100.0), ())
-    assert found.gamma is found.cost_share is found.kilodollar_tokens is None
+    assert found.prices is found.cost_share is found.kilodollar_tokens is None
     assert found.one_tier_kilodollar_tokens is not None and found.links == ()
-    assert "prices of both devices are not known" in lines(found)[-1]
+    assert "give those of a and b with --price" in lines(found)[-1]
     same = explain(spec_of(LLAVA), one_picture(LLAVA), kind, kind, ())
     assert lines(same)[-1] == "Both tiers are the same device, so there is no cost to compare."
 

@@ -18,6 +18,7 @@ from hydra_engine.core.instances import EPD, Role, Topology
 from hydra_engine.core.units import GIB
 from hydra_engine.errors import ConfigError
 from hydra_engine.models.specs.registry import load_spec
+from hydra_planner.records import Record
 from hydra_planner.report import explain_lines, plan_lines
 from hydra_planner.search.candidates import Candidate, candidates
 from hydra_planner.search.estimate import Bound, bound_of
@@ -25,7 +26,7 @@ from hydra_planner.search.halving import Effort, Entry, measure_goodputs, race, 
 from hydra_planner.search.load import rate_of, repeats, window
 from hydra_planner.search.measure import SHARE, Point, Question, Spread, measure
 from hydra_planner.search.plan import Search, lasting, make_plan, request_seconds, simplest, with_decoders
-from hydra_planner.search.rows import misses, reason
+from hydra_planner.search.rows import misses, reason, row_of
 from hydra_planner.search.settings import InstanceLimits, Setting, settings_to_try
 from hydra_planner.search.workers import run_all
 from hydra_planner.simulator.costs import Costs, DeviceKind, Host
@@ -287,14 +288,17 @@ def test_settings_are_flags_and_change_the_configuration() -> None:
     config = EngineConfig(topology="E+P+D")
     tried = settings_to_try(config, [limits("E"), limits("P"), limits("D")])
     assert [one.flags for one in tried] == [
+        "--instance-limits E:image_budget=2048", "--instance-limits E:image_budget=8192",
         "--instance-limits P:token_budget=1024", "--instance-limits P:token_budget=4096",
         "--instance-limits D:max_num_seqs=32", "--instance-limits D:max_num_seqs=128",
         "--scheduling-policy sjf", "--encode-policy srpt", "--router affinity",
     ]  # fmt: skip
-    assert tried[0].apply(config).for_instance("p0", Role.P).scheduler.token_budget == 1024
-    assert tried[0].apply(config).for_instance("d0", Role.D).scheduler == config.scheduler
+    assert tried[0].apply(config).for_instance("e0", Role.E).scheduler.image_budget == 2048
+    assert tried[2].apply(config).for_instance("p0", Role.P).scheduler.token_budget == 1024
+    assert tried[2].apply(config).for_instance("d0", Role.D).scheduler == config.scheduler
     assert tried[-1].apply(config).cluster.router == "affinity"
-    given = replace(config, scheduler=SchedulerConfig(token_budget=512, max_num_seqs=8, scheduling_policy="fcfs"))
+    limited = SchedulerConfig(token_budget=512, max_num_seqs=8, image_budget=4096, scheduling_policy="fcfs")
+    given = replace(config, scheduler=limited)
     assert [one.field for one in settings_to_try(given, [limits("EPD")])] == ["encode_policy", "router"]
     assert [one.field for one in settings_to_try(given, [limits("EPD")], repeats=False)] == ["encode_policy"]
     assert "--no-steal-decodes" in {one.flags for one in settings_to_try(config, [limits("ED"), limits("PD")])}
@@ -360,10 +364,57 @@ def test_a_plan_names_a_winner_and_says_why_the_others_lost() -> None:
     titles, units = lines[(at := lines.index("") + 1) : at + 2]
     for title, unit in (("TTFT p50", "ms"), ("TPOT p50", "ms"), ("goodput", "requests/s"), ("price", "$/h")):
         assert units[: titles.index(title) + len(title)].endswith(unit), units
-    unpriced = msgspec.structs.replace(plan, rows=[msgspec.structs.replace(row, hour_price=None) for row in plan.rows])
-    bare = plan_lines(unpriced, question(), ["demo"], 1.0)
-    assert not any("$/h" in line or "price" in line for line in bare)
+    plain = replace(question(), kinds=dict.fromkeys(question().kinds, replace(FAST, price=None, hour_price=None)))
+    for prices, unit in (({"hour_price": None}, "$"), ({"hour_price": None, "price": None}, None)):
+        rows = [msgspec.structs.replace(row, **prices) for row in plan.rows]
+        found = plan_lines(msgspec.structs.replace(plan, rows=rows), plain, ["demo"], 1.0)
+        at = next(place for place, line in enumerate(found) if line.startswith("  topology"))
+        assert ("price" in found[at], found[at + 1].split()[-1] == "$") == (unit == "$", unit == "$")
     assert any("rho" in line for line in explain_lines(plan, question()))
+
+
+def test_a_model_without_a_tower_is_planned_and_explained() -> None:
+    asked = question()
+    spec, rows = replace(asked.spec, vision=None), make_load("text", 40, 1.0, 0, scale=0.25)
+    asked = replace(asked, spec=spec, rows=rows, kinds={"cuda:0": FAST, "cuda:1": CHEAP})
+    work = request_seconds(asked)
+    one, both = (bound_of(candidate(text), asked.kinds, work) for text in ("PD@cuda:0", "PD@cuda:0+PD@cuda:1"))
+    assert one.rate == pytest.approx(1 / (work["fast"].prefill + work["fast"].decode), rel=0.01)
+    assert both.rate == pytest.approx(2 * one.rate, rel=0.01) and {one.stage, both.stage} <= {"prefill", "decode"}
+    plan = make_plan(asked, LITTLE, quiet)
+    assert plan.best.goodput and all("E" not in one.role for one in plan.limits)
+    text = "\n".join([*plan_lines(plan, asked, ["demo"], 1.0), *explain_lines(plan, asked)])
+    assert "encode" not in text.replace("nothing to hand over from an encode", "")
+    assert "A request keeps fast busy for" in text and "A request keeps slow busy for" in text
+
+
+def test_tiers_that_were_asked_for_are_compared_whatever_has_won() -> None:
+    asked = replace(question(), kinds={"cuda:0": FAST, "cuda:1": CHEAP})
+    alone = candidate("EPD@cuda:0+EPD@cuda:1")
+    search = Search(asked, LITTLE, quiet, request_seconds(asked))
+    plan = search.plan(
+        "goodput", [row_of(asked, Entry(alone, Bound(1.0, "decode")), Entry(alone, Bound(1.0, "")))], alone
+    )
+    text = "\n".join(explain_lines(plan, asked))
+    assert "gamma = 0.25 (slow at 1000 $, fast at 4000 $)" in text and text.count("with pictures. On average") == 1
+
+
+def test_devices_are_named_where_they_differ() -> None:
+    one = candidate("EPD@cuda:0+PD@cuda:1+PD@cuda:2")
+    kinds = {"cuda:0": FAST, "cuda:1": CHEAP, "cuda:2": CHEAP}
+    assert replace(question(), kinds=kinds).name_of(one) == "EPD@fast+2PD@slow"
+    assert replace(question(), kinds=dict.fromkeys(kinds, FAST)).name_of(one) == "EPD+2PD"
+    names = {"cuda:0": "RTX 4090", "cuda:1": "A100-80GB", "cuda:2": "RTX 4090"}
+    found = candidates(names)
+    assert len({each.name_on(names) for each in found}) == len(found)
+    assert candidate("E@cuda:0+PD@cuda:0+EPD@cuda:1").name_on(names) == "(E-PD)@RTX4090+EPD@A100-80GB"
+
+
+def test_a_request_that_waits_for_its_next_token_too_long_misses_the_limit() -> None:
+    # Its keys and values have no room at the decoder: nothing but the first token has come.
+    waits = Record(0, "", 0.0, 0.0, end_s=1.0, wanted_tokens=8, stamps=(0.2,), counts=(1,))
+    assert not LIMITS.tpot_met(waits) and LIMITS.tpot_met(replace(waits, end_s=0.22))
+    assert LIMITS.tpot_met(replace(waits, wanted_tokens=1)), "it has ended"
 
 
 @pytest.mark.slow
