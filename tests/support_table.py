@@ -45,6 +45,11 @@ FAMILIES = {
         "OpenGVLab/InternVL3-1B-hf to 78B-hf, InternVL3_5-1B-HF to 38B-HF, 30B-A3B-HF",
         "pictures in tiles",
     ),
+    "internvl_chat": (
+        "InternVL, OpenGVLab's own layout",
+        "OpenGVLab/InternVL2-1B, 2B, 8B, 26B, 40B, InternVL2_5-1B to 78B, InternVL3-1B to 78B, InternVL3_5-1B to 38B",
+        "pictures in tiles",
+    ),
     "minicpmv4_6": ("MiniCPM-V 4.6", "openbmb/MiniCPM-V-4.6", "pictures in slices, videos"),
     "generic": (
         "anything else",

@@ -19,7 +19,7 @@ from tools.miniatures.ernie4_5_vl import ERNIE4_5_VL_MOE
 from tools.miniatures.gemma3 import GEMMA3
 from tools.miniatures.glm import GLM4V, GLM4V_MOE, GLM46V, GLM_OCR
 from tools.miniatures.idefics3 import IDEFICS3
-from tools.miniatures.internvl import INTERNVL
+from tools.miniatures.internvl import INTERNVL, INTERNVL_CHAT
 from tools.miniatures.llava import LLAVA
 from tools.miniatures.llava_next import LLAVA_NEXT
 from tools.miniatures.llava_siglip import LLAVA_ONEVISION, LLAVA_PHI3
@@ -47,6 +47,7 @@ TINY: dict[str, TinyFamily] = {
     "llava": LLAVA,
     "llava_next": LLAVA_NEXT,
     "internvl": INTERNVL,
+    "internvl_chat": INTERNVL_CHAT,
     "minicpmv4_6": MINICPMV,
     "qwen2_vl": QWEN2_VL,
     "qwen2_5_vl": QWEN2_5_VL,

@@ -41,10 +41,13 @@ INTERN_VIT_DEFAULTS = TowerSpec(  # InternVLVisionConfig's
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InternVlVisionSpec(SquareVisionSpec):
     """InternVL's tower and tiling. `merge` x `merge` patches make one token. `frame` is the text around the spans of a
-    picture."""
+    picture. `thumbnail`: the whole picture follows several tiles. `by_columns`: the order of a tile's tokens, else by
+    rows."""
 
     arrangements: tuple[Arrangement, ...]
     frame: tuple[str, str]
+    thumbnail: bool = True
+    by_columns: bool = False
 
     @property
     def max_patches_per_image(self) -> int:
@@ -61,7 +64,7 @@ class InternVlVisionSpec(SquareVisionSpec):
     @property
     def _max_tiles(self) -> int:
         most = max(columns * rows for columns, rows in self.arrangements)
-        return most + (most > 1)
+        return most + (self.thumbnail and most > 1)
 
     def plan_image(self, width: int, height: int, budget: PixelBudget = AS_CONFIGURED) -> MediaPlan:
         check_picture(width, height)
@@ -69,7 +72,7 @@ class InternVlVisionSpec(SquareVisionSpec):
         columns, rows = best_arrangement(width, height, side, within_budget(self.arrangements, budget, side * side))
         canvas = (columns * side, rows * side)
         views = [View(canvas, canvas, (0, 0), (side, side))]
-        if columns * rows > 1:
+        if self.thumbnail and columns * rows > 1:
             views.append(View.whole(side, side))
         tile = ItemPlan(side, side, 1, self.tower.num_patches, self.num_tokens, (1, grid_side, grid_side))
         spans = [tile] * sum(view.num_tiles for view in views)
@@ -116,7 +119,7 @@ def build_internvl(files: ModelFiles) -> ModelSpec:
 def _vision(files: ModelFiles, feature_size: int) -> InternVlVisionSpec:
     config = files.config
     tower = _tower(config)
-    merge = _merge(config, tower)
+    merge = merge_side(config, tower)
     settings = processor_settings(files.images)
     section = settings.section("size")
     height, width = section.integer("height"), section.integer("width")
@@ -152,15 +155,12 @@ def _tower(config: Fields) -> SquareTowerSpec:
         raise CheckpointError(f"use_absolute_position_embeddings false in {tower.where} is not supported{ELSEWHERE}")
     if config.text("vision_feature_select_strategy", "default") != "default":
         raise config.wrong_value("vision_feature_select_strategy", '"default": class tokens have no place in a grid')
-    num_layers, layer = shape["num_layers"], config.get("vision_feature_layer")
-    layer = -1 if layer is None else layer
-    if type(layer) is not int or not -num_layers - 1 <= layer <= num_layers:
-        raise config.wrong_value("vision_feature_layer", f"a layer of the tower's {num_layers}")
+    layer = feature_layer(config, "vision_feature_layer", shape["num_layers"])
     return SquareTowerSpec(
         **shape,
         image_size=image_size,
         patch_size=patch_size,
-        feature_layers=(layer % (num_layers + 1),),
+        feature_layers=(layer % (shape["num_layers"] + 1),),
         rms_norms=norm_type == "rms_norm",
         qkv_bias=tower.flag("attention_bias", False),
         qk_norm=tower.flag("use_qk_norm", False),
@@ -179,7 +179,16 @@ def _square(tower: Fields, name: str, default: int) -> int:
     return sides[0]
 
 
-def _merge(config: Fields, tower: SquareTowerSpec) -> int:
+def feature_layer(config: Fields, name: str, num_layers: int) -> int:
+    """Reads which of the tower's hidden states is the features; negative numbers count from the last one."""
+    layer = config.get(name)
+    layer = -1 if layer is None else layer
+    if type(layer) is not int or not -num_layers - 1 <= layer <= num_layers:
+        raise config.wrong_value(name, f"a layer of the tower's {num_layers}")
+    return layer
+
+
+def merge_side(config: Fields, tower: SquareTowerSpec) -> int:
     """Side, in patches, of the square that makes one token."""
     ratio = config.number("downsample_ratio", 0.5)
     merge = round(1 / ratio)

@@ -18,6 +18,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -80,8 +81,10 @@ class PagedAttention:
         self._width = spec.num_heads * spec.head_dim
         self._scale = spec.head_dim**-0.5
         query, key_value = self._width, spec.num_kv_heads * spec.head_dim
-        parts = {"q_proj": query, "k_proj": key_value, "v_proj": key_value}
-        self._qkv = Linear(scope, parts, spec.hidden_size, bias=spec.attention_bias)
+        parts, arrange = {"q_proj": query, "k_proj": key_value, "v_proj": key_value}, None
+        if spec.grouped_qkv:
+            parts, arrange = {"wqkv": query + 2 * key_value}, partial(_ungrouped, spec.num_kv_heads, spec.head_dim)
+        self._qkv = Linear(scope, parts, spec.hidden_size, bias=spec.attention_bias, arrange=arrange)
         self.out = Linear(scope, {"o_proj": spec.hidden_size}, self._width, bias=spec.output_bias)
         self._eps = spec.rms_eps
         self._q_norm = Weight(scope, "q_norm.weight", (spec.head_dim,)) if spec.qk_norm else None
@@ -101,6 +104,13 @@ class PagedAttention:
             return q[:0].view(0, self._width)
         mixed = self._ops.attention_paged(q, cache, self._layer, step.attention, self._scale).view(-1, self._width)
         return mixed if rows is None else mixed.index_select(0, rows)
+
+
+def _ungrouped(num_kv_heads: int, head_dim: int, parts: list[Tensor]) -> Tensor:
+    """Reorders the outputs of the one part, of each key-value head its query heads, its key and its value, to all
+    queries, all keys and all values."""
+    heads = parts[0].unflatten(0, (num_kv_heads, -1, head_dim))  # [Hkv, Hq / Hkv + 2, D, ..]
+    return torch.cat([heads[:, :-2].flatten(0, 2), heads[:, -2].flatten(0, 1), heads[:, -1].flatten(0, 1)])
 
 
 class DeltaNet:

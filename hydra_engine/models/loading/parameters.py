@@ -17,7 +17,9 @@ from hydra_engine.backend.base import Ops, PackedExperts, PackedLinear
 from hydra_engine.backend.quantized import QuantizedWeight
 from hydra_engine.errors import CheckpointError
 
-Renames = tuple[tuple[str, str], ...]  # (how a name begins in a file, how the canonical name does); first match counts
+# (how a name begins in a file, how the canonical name does); first match counts. What begins with a dot is inside of
+# names and replaced in those of which no beginning matches.
+Renames = tuple[tuple[str, str], ...]
 
 
 Kept = PackedLinear | PackedExperts | Tensor

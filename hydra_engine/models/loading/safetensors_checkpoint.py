@@ -268,6 +268,8 @@ def canonical_name(name: str, renames: Renames) -> str:
     for old, new in renames:
         if name.startswith(old):
             return new + name.removeprefix(old)
+        if old.startswith("."):
+            name = name.replace(old, new, 1)
     return name
 
 

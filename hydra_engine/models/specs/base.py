@@ -195,6 +195,7 @@ class LanguageSpec:
     tie_embeddings: bool
     attention_bias: bool = False  # of queries, keys and values
     output_bias: bool = False  # of attention's output projection
+    grouped_qkv: bool = False  # stored as one matrix: of each key-value head its query heads, its key and its value
     qk_norm: bool = False  # RMS norm of every query and key head before the rotation (qwen3)
     hidden_act: str = "silu"
     rope_parameters: dict[str, object] = field(default_factory=dict)

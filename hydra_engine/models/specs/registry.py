@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from hydra_engine.core.options import MODEL_IMPLEMENTATIONS, NATIVE, SpecOptions
 from hydra_engine.entry_points import load_entry_point
 from hydra_engine.errors import CheckpointError, ConfigError
+from hydra_engine.models.internvl.chat_spec import build_internvl_chat
 from hydra_engine.models.internvl.spec import build_internvl
 from hydra_engine.models.llava.spec import build_llava
 from hydra_engine.models.llava_next.spec import build_llava_next
@@ -81,6 +82,7 @@ FAMILIES = {
     "llava": Family("LlavaForConditionalGeneration", build_llava, "llava.model.LlavaVision"),
     "llava_next": Family("LlavaNextForConditionalGeneration", build_llava_next, "llava_next.model.LlavaNextVision"),
     "internvl": Family("InternVLForConditionalGeneration", build_internvl, "internvl.model.InternVlVision"),
+    "internvl_chat": Family("InternVLChatModel", build_internvl_chat, "internvl.model.InternVlChatVision"),
     "minicpmv4_6": Family("MiniCPMV4_6ForConditionalGeneration", build_minicpmv, "minicpmv.model.MiniCpmVision"),
     "qwen2_vl": Family("Qwen2VLForConditionalGeneration", build_qwen2_vl, "qwen_vl.model.Qwen2Vision"),
     "qwen2_5_vl": Family("Qwen2_5_VLForConditionalGeneration", build_qwen2_5_vl, "qwen_vl.model.Qwen25Vision"),

@@ -51,6 +51,7 @@ class FamilyCase:
     pictures and videos in order; `features(model, inputs)` lists per picture or video the planes of its features, each
     [tokens, C] in prompt order. `sizes` are ordinary pictures of this miniature with different token counts, `extreme`
     very long or very small ones. `around` is what the family's chat template writes before and behind each of them.
+    `reference`: the subfolder of a checkpoint with the same model as transformers reads it.
     """
 
     family: str  # of make_tiny
@@ -62,6 +63,7 @@ class FamilyCase:
     clips: Sequence[tuple[Size, int, float]] = ()  # videos: size, frames, frames a second
     around: tuple[str, str] = ("", "")
     quick: bool = True  # its first variant is among the quick tests, else in that of logits alone
+    reference: str = ""
     reference_from: str = "5.17"  # of transformers: the first release whose module is known to run
 
 
@@ -110,11 +112,11 @@ class Reference:
     _known: ClassVar[dict[tuple[Path, torch.dtype], Reference]] = {}
 
     def __init__(self, case: FamilyCase, model_dir: Path, dtype: torch.dtype = torch.float32) -> None:
-        self.case, self.model_dir = case, model_dir
+        self.case, self.model_dir = case, model_dir / case.reference
         self._logits: dict[Hashable, Tensor] = {}
         self._generated: dict[Hashable, list[int]] = {}
         auto = transformers.AutoModelForImageTextToText
-        self.model = auto.from_pretrained(model_dir, dtype=dtype, attn_implementation="sdpa").eval()
+        self.model = auto.from_pretrained(self.model_dir, dtype=dtype, attn_implementation="sdpa").eval()
 
     @classmethod
     def of(cls, case: FamilyCase, model_dir: Path, dtype: torch.dtype = torch.float32) -> Reference:

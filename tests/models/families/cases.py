@@ -1,7 +1,7 @@
 """Cases of all families with a native model."""
 
 from tests.models.families.base import FamilyCase
-from tests.models.families.internvl import INTERNVL
+from tests.models.families.internvl import INTERNVL, INTERNVL_CHAT
 from tests.models.families.llava import LLAVA
 from tests.models.families.llava_next import LLAVA_NEXT
 from tests.models.families.minicpmv import MINICPMV
@@ -14,6 +14,7 @@ CASES: dict[str, FamilyCase] = {
         LLAVA,
         LLAVA_NEXT,
         INTERNVL,
+        INTERNVL_CHAT,
         MINICPMV,
         QWEN2_VL,
         QWEN2_5_VL,

@@ -1,4 +1,4 @@
-"""InternVL in the shared parity tests."""
+"""InternVL in the shared parity tests, in transformers' layout and in OpenGVLab's own."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 
 from tests.models.families.base import FamilyCase, Inputs, Media
 from tools.miniatures.base import MIXTURE
+from tools.miniatures.internvl import HF
 
 
 class TileInputs(Inputs):
@@ -67,4 +68,23 @@ INTERNVL = FamilyCase(
     extreme=((1, 1), (1, 200)),
     inputs=inputs,
     features=features,
+)
+INTERNVL_CHAT = FamilyCase(
+    family="internvl_chat",
+    variants={
+        "internlm2": {},
+        "internlm2-biased-rms-qk-norm-inner-layer": {
+            "text": {"num_key_value_heads": 1, "attention_bias": True},
+            "vision": {"norm_type": "rms_norm", "use_qk_norm": True, "attention_bias": False},
+            "vision_feature_layer": -2,
+        },
+        "qwen2": {"text": {"model_type": "qwen2"}},
+        "qwen3-tied": {"text": {"model_type": "qwen3"}, "tie_word_embeddings": True, "downsample_ratio": 0.25},
+    },
+    sizes=INTERNVL.sizes,
+    extreme=INTERNVL.extreme,
+    inputs=inputs,
+    features=features,
+    reference=HF,
+    quick=False,
 )
