@@ -295,6 +295,27 @@ def test_a_reload_keeps_conversation_and_draft(served: Scripted, new_tab: OpenTa
     assert tab.page.locator(".message").count() == 0
 
 
+# The browser tells half a second late that something is stored.
+LATE = """Object.defineProperty(IDBTransaction.prototype, "oncomplete", {
+  set(heard) { this.addEventListener("complete", () => setTimeout(heard, 500)); } })"""
+
+
+@pytest.mark.slow
+def test_a_reload_before_the_question_is_known_to_be_stored_keeps_the_answer(
+    served: Scripted, new_tab: OpenTab
+) -> None:
+    tab = new_tab(served.url)
+    tab.page.add_init_script(LATE)
+    tab.open()
+    tab.ask("one")
+    tab.answered()
+    tab.page.reload()
+    tab.wait(".message.assistant")
+    assert tab.get("answer").inner_text() == "one"
+    tab.wait("[data-testid=talk] [aria-current]", state="attached")
+    assert tab.get("talk").count() == 1
+
+
 @pytest.mark.slow
 def test_a_reload_in_the_middle_keeps_the_words_and_the_edit(served: Scripted, new_tab: OpenTab) -> None:
     tab = new_tab(served.url).open()

@@ -34,7 +34,7 @@ def say(tab: Tab, text: str) -> None:
     tab.ask(text)
     tab.wait(f".message.user >> nth={number}")
     tab.answered()
-    tab.wait("[data-testid=talk]:first-child [aria-current]")
+    tab.wait("[data-testid=talk]:first-child [aria-current]", state="attached")  # the drawer may be closed
 
 
 def press(tab: Tab, action: str, name: str) -> None:
@@ -195,7 +195,7 @@ def test_a_server_with_a_key_keeps_conversations_in_the_tab(scripted: Serve, new
     say(tab, "a secret")
     tab.page.reload()
     tab.wait(".sent img")
-    assert names(tab) == ["a secret"] and kept(tab) == [0, 0]
+    tab.until(lambda: names(tab) == ["a secret"] and kept(tab) == [0, 0])
     with tab.page.expect_download() as waiting:
         tab.press("Export JSON")
     assert "sesame" not in waiting.value.path().read_text()
@@ -241,7 +241,7 @@ def test_what_does_not_fit_is_said_and_the_words_are_kept(served: Scripted, new_
     say(tab, "after")
     tab.page.reload()
     tab.wait(".message.assistant")
-    assert names(tab) == ["after"] and kept(tab) == [1, 0]
+    tab.until(lambda: names(tab) == ["after"] and kept(tab) == [1, 0])
     # Without a database the tab's storage is used.
     tab = new_tab(served.url, view="chat")
     tab.page.add_init_script("delete window.indexedDB; Object.defineProperty(window, 'indexedDB', {value: undefined})")
@@ -249,7 +249,7 @@ def test_what_does_not_fit_is_said_and_the_words_are_kept(served: Scripted, new_
     say(tab, "still")
     tab.page.reload()
     tab.wait(".message.assistant")
-    assert names(tab) == ["still"]
+    tab.until(lambda: names(tab) == ["still"])
 
 
 @pytest.mark.slow
@@ -282,7 +282,7 @@ def test_a_conversation_is_exported_and_imported_in_the_form_of_the_terminal(
     saved["settings"] |= {"stop": "x"}
     path.write_text(json.dumps(saved))
     other.get("import-input").set_input_files([path])
-    other.wait(".sent img")
+    other.wait("[data-testid=drawer-notice]:not([hidden])")  # behind the save
     assert other.get("drawer-notice").inner_text() == "The page has no setting stop: it is not used."
     assert names(other) == ["What-is-that"] and other.get("system").input_value() == "Be *brief*."
     assert other.get("other-model").inner_text() == "<b>model answered here before; stub answers now."
@@ -361,8 +361,7 @@ def test_the_list_by_keyboard(served: Scripted, new_tab: OpenTab, width: int) ->
     tab = new_tab(served.url, view="chat", viewport={"width": width, "height": 740}).open()
     for text in ("one", "two"):
         tab.get("new-chat").click() if text == "two" else None
-        tab.ask(text)
-        tab.answered()
+        say(tab, text)
     button, keys = tab.get("drawer-button"), tab.page.keyboard
     focused = "document.activeElement.textContent.trim() || document.activeElement.getAttribute('aria-label')"
     if width < 1100:

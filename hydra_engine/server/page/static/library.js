@@ -1,7 +1,7 @@
 // The conversations of this browser, or of this tab where a server needs a key: the list, the one that is open, and saving. A
 // change in another tab is never written over: what both have changed becomes two conversations.
 
-import { apiKey } from "./api.js";
+import { apiKey, newRequestId } from "./api.js";
 import { Conversation } from "./conversation.js";
 import { BrowserStore, Kept, TabStore, fill, lighter } from "./store.js";
 
@@ -14,6 +14,7 @@ export class Library {
   #store;
   #saving = Promise.resolve();
   #unsaved = false;
+  #writing = ""; // the revision that was written last, or is being written
   #keyed;
   #channel = globalThis.BroadcastChannel ? new BroadcastChannel("hydra.conversations") : null;
   #hooks;
@@ -41,9 +42,9 @@ export class Library {
     await this.#list();
   }
 
-  async #reopen({ id, revision, turns }) {
+  async #reopen({ id, revisions, turns }) {
     const record = await this.#guard(this.#store.get(id));
-    if (record && turns && record.revision === revision) {
+    if (record && turns && revisions.includes(record.revision)) {
       fill(turns, new Map(record.turns.flatMap(({ pictures }) => pictures ?? []).map(({ key, url }) => [key, url])));
       record.turns = turns;
     }
@@ -71,10 +72,9 @@ export class Library {
     else this.#hooks.opened();
   }
 
-  /** Opens another conversation; without an id a new one. */
+  /** Opens another conversation; without an id a new one, at once. */
   async choose(id = "") {
-    await this.#saving;
-    const record = id ? await this.#guard(this.#store.get(id)) : null;
+    const record = id ? await this.#saving.then(() => this.#guard(this.#store.get(id))) : null;
     this.show(record ? Object.assign(new Conversation(), record) : new Conversation());
   }
 
@@ -89,8 +89,11 @@ export class Library {
   /** Saves a conversation, the open one or the one that an answer belongs to, behind what is being saved. */
   save(conversation = this.open) {
     if (conversation === this.open) this.#unsaved = true;
-    this.#saving = this.#saving.then(() => this.#save(conversation));
-    return this.#saving;
+    const saving = this.#saving.then(() => this.#save(conversation)).then(() => {
+      if (saving === this.#saving) this.#unsaved = false; // else it has changed since
+    });
+    this.#saving = saving;
+    return saving;
   }
 
   async rename(id, name) {
@@ -128,7 +131,8 @@ export class Library {
   async #save(conversation) {
     if (!conversation.turns.length && !conversation.revision) return;
     conversation.updated = Date.now();
-    const kept = await this.#guard(this.#store.put(conversation), Kept.NOTHING);
+    this.#writing = newRequestId();
+    const kept = await this.#guard(this.#store.put(conversation, { revision: this.#writing }), Kept.NOTHING);
     if (kept === Kept.CHANGED) {
       // Another tab has gone on with it meanwhile: this one goes on with a copy.
       Object.assign(conversation, { id: new Conversation().id, name: `${conversation.title} (copy)`, revision: "" });
@@ -137,10 +141,7 @@ export class Library {
       return;
     }
     if (kept === Kept.DELETED) return;
-    if (conversation === this.open) {
-      this.#unsaved = false;
-      write("sessionStorage", OPEN, { id: conversation.id });
-    }
+    if (conversation === this.open) write("sessionStorage", OPEN, { id: conversation.id });
     this.#warn(kept, conversation);
     this.#tell({ id: conversation.id });
     await this.#list();
@@ -188,10 +189,11 @@ export class Library {
     return keyed || !BrowserStore.available() ? new TabStore() : new BrowserStore();
   }
 
-  /** What a database could not write before the page goes is written here, which takes no time. */
+  /** What a database could not write before the page goes is written here, which takes no time. The database may have
+   *  written what it has not told yet. */
   #leave() {
     const { id, revision, turns } = this.open;
-    if (this.#unsaved || this.#hooks.busy()) write("sessionStorage", OPEN, { id, revision, turns: lighter(turns) });
+    if (this.#unsaved || this.#hooks.busy()) write("sessionStorage", OPEN, { id, revisions: [revision, this.#writing], turns: lighter(turns) });
   }
 
   // ---- other tabs

@@ -32,9 +32,9 @@ export class BrowserStore {
     return record;
   }
 
-  /** Writes the conversation, if nobody else has since `record.revision`, which changes; `anyway` also if it was deleted. */
-  async put(record, { anyway = false } = {}) {
-    const stored = { ...record, revision: newRequestId(), turns: lighter(record.turns) };
+  /** Writes the conversation as `revision`, if nobody else has since `record.revision`; `anyway` also if it was deleted. */
+  async put(record, { revision = newRequestId(), anyway = false } = {}) {
+    const stored = { ...record, revision, turns: lighter(record.turns) };
     const files = record.turns.flatMap(({ pictures }) => pictures ?? []).filter(({ url }) => url);
     let answer = Kept.ALL;
     const write = (withFiles) => this.#run("readwrite", async (talks, media) => {
@@ -55,7 +55,7 @@ export class BrowserStore {
       this.#full = true;
       answer = await write(false).catch(() => Kept.NOTHING);
     }
-    if (answer === Kept.ALL || answer === Kept.WORDS) record.revision = stored.revision;
+    if (answer === Kept.ALL || answer === Kept.WORDS) record.revision = revision;
     return answer;
   }
 
@@ -118,10 +118,10 @@ export class TabStore {
     return this.#read().find((record) => record.id === id);
   }
 
-  async put(record, { anyway = false } = {}) {
+  async put(record, { revision = newRequestId(), anyway = false } = {}) {
     const all = this.#read(), others = all.filter(({ id }) => id !== record.id);
     if (!anyway && record.revision && others.length === all.length) return Kept.DELETED;
-    record.revision = newRequestId();
+    record.revision = revision;
     return this.#write([record, ...others]);
   }
 
