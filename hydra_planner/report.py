@@ -43,7 +43,7 @@ def _head(plan: Plan, question: Question, model: str) -> Iterator[str]:
     counts = Counter(kind.name for kind in question.kinds.values())
     kinds = {kind.name: kind for kind in question.kinds.values()}
     for name, count in counts.items():
-        yield f"devices     {count} x {name} ({kinds[name].costs.source}{_price_of(kinds[name])})"
+        yield f"devices     {count} x {name} ({kinds[name].costs.source}{_more(kinds[name])})"
     recorded = "all at once" if rate is None else f"recorded at {rate:.3g} requests/s"
     yield (
         f"workload    {len(rows)} requests, {recorded}; on the mean {text:.0f} tokens of text, {pictures:.2g} pictures"
@@ -61,10 +61,11 @@ def _head(plan: Plan, question: Question, model: str) -> Iterator[str]:
     )
 
 
-def _price_of(kind: DeviceKind) -> str:
+def _more(kind: DeviceKind) -> str:
+    mps = "; MPS runs" if kind.has_mps else ""
     if kind.hour_price is not None:
-        return f"; ${kind.hour_price:g}/h each"
-    return "" if kind.price is None else f"; ${kind.price:g} each"
+        return f"{mps}; ${kind.hour_price:g}/h each"
+    return mps if kind.price is None else f"{mps}; ${kind.price:g} each"
 
 
 def _table(plan: Plan) -> Iterator[str]:

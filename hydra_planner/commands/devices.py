@@ -55,6 +55,13 @@ def devices_of(
     return {f"cuda:{index}": kind for index, kind in enumerate(kinds)}, Host(cores=_HOST_CORES)
 
 
+def with_mps(kinds: Mapping[str, DeviceKind]) -> dict[str, DeviceKind]:
+    """Returns the kinds with MPS running on each. Raises ConfigError if they are a processor."""
+    if any(kind.on_processor for kind in kinds.values()):
+        raise ConfigError("--mps is for GPUs, and this plan is for a processor; leave it out", param="mps")
+    return {name: replace(kind, has_mps=True) for name, kind in kinds.items()}
+
+
 def with_prices(kinds: Mapping[str, DeviceKind], texts: Sequence[str]) -> dict[str, DeviceKind]:
     """Returns the kinds with these prices for an hour, each A100=1.29 or, of all devices, 1.29, in place of all that is
     known of the price of a kind. Raises ConfigError."""
@@ -164,8 +171,9 @@ def _kind(profile: Profile, costs: Costs) -> DeviceKind:
     )
 
 
-def check_here(kinds: Mapping[str, DeviceKind]) -> None:
-    """Raises ConfigError if this machine does not have all of these devices, before anything is simulated."""
+def check_here(kinds: Mapping[str, DeviceKind], *, mps: bool = False) -> None:
+    """Raises ConfigError if this machine does not have all of these devices, or no MPS on one where the plan is for
+    `mps`, before anything is simulated."""
     here = devices.names()
     missing = [name for name in kinds if name not in here]
     if missing:
@@ -173,4 +181,9 @@ def check_here(kinds: Mapping[str, DeviceKind]) -> None:
             f"--launch needs {len(kinds)} devices, and this machine has {', '.join(here)}; plan for those, or leave "
             "--launch out",
             param="launch",
+        )
+    if mps and (without := [name for name in kinds if devices.is_time_sliced(name)]):
+        raise ConfigError(
+            f"--mps: MPS does not run on {', '.join(without)}; docs/gpu.md says how to start it, or leave --mps out",
+            param="mps",
         )

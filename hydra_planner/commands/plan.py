@@ -58,6 +58,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--profile", type=Path, metavar="FILE", help="step times that `hydra-engine profile --output FILE` has written"
     )
     group.add_argument(
+        "--mps",
+        action="store_true",
+        help="NVIDIA's MPS runs on the devices, so that instances that share one compute at the same moment (default: "
+        "they take turns)",
+    )
+    group.add_argument(
         "--price",
         action="append",
         default=[],
@@ -95,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     question, effort = _question(arguments, config), _effort(arguments)
     if arguments.launch:
-        check_here(question.kinds)
+        check_here(question.kinds, mps=arguments.mps)
     began_s = time.monotonic()
     plan = make_plan(question, effort, _progress(), arguments.objective, arguments.rate, _only(arguments, question))
     seconds = time.monotonic() - began_s
@@ -157,7 +163,7 @@ def _drawing() -> Any:
 
 def _question(arguments: argparse.Namespace, config: EngineConfig) -> Question:
     from hydra_engine.models.specs.registry import load_spec
-    from hydra_planner.commands.devices import devices_of, with_prices
+    from hydra_planner.commands.devices import devices_of, with_mps, with_prices
     from hydra_planner.search.measure import Question
     from hydra_planner.search.plan import with_decoders
     from hydra_planner.slo import Limits
@@ -171,8 +177,8 @@ def _question(arguments: argparse.Namespace, config: EngineConfig) -> Question:
     given = config.scheduler
     limits = Limits(given.ttft_slo or _TTFT_S, given.tpot_slo or _TPOT_S)
     kinds, host = devices_of(arguments.devices, arguments.profile, config, spec)
-    priced = with_prices(kinds, arguments.price)
-    return with_decoders(Question(spec, config, priced, host, rows, limits).limited())
+    kinds = with_prices(with_mps(kinds) if arguments.mps else kinds, arguments.price)
+    return with_decoders(Question(spec, config, kinds, host, rows, limits).limited())
 
 
 def _effort(arguments: argparse.Namespace) -> Effort:

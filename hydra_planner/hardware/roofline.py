@@ -18,8 +18,9 @@ from hydra_engine.core.cost import CostSurface, Curve
 from hydra_engine.core.plans import LanguageLoad, VisionLoad
 from hydra_engine.errors import ConfigError
 from hydra_engine.models.specs.base import DTYPE_BYTES, ModelSpec, VisionSpec
+from hydra_planner.hardware.corun import shares
 from hydra_planner.hardware.devices import LINK_SHARE, Device
-from hydra_planner.simulator.costs import Costs, DeviceKind
+from hydra_planner.simulator.costs import Corun, Costs, DeviceKind
 
 DTYPES = ("bfloat16", "float16")
 
@@ -44,10 +45,6 @@ LOGIT_BYTES = 12  # of one: written and read in 16 bits by the head, in float32 
 # A plan on its way to the device and a result on its way back, which the engine hides behind the step before.
 SUBMIT_S, COLLECT_S = 2e-5, 3e-5
 
-# Of what two streams could gain by overlapping as much as the roofline allows, the share that they do gain without a
-# divided device: 0.07 for encodes that are long beside a step, all of it for short ones ("colocate").
-OVERLAP = 0.5
-
 _ROWS = tuple(1 << exponent for exponent in range(14))
 _PATCHES = tuple(1 << exponent for exponent in range(4, 18))
 # The steps whose shares of the device stand for their kinds.
@@ -64,15 +61,16 @@ class Use:
     memory: float
 
 
-def corun_factor(one: Use, other: Use, overlap: float = OVERLAP) -> float:
-    """Slowdown of two concurrent steps: the time of each beside the other over its time alone.
+def corun_bound(one: Use, other: Use) -> float:
+    """Least slowdown of two concurrent steps, between 1 and 2: if both shared the device perfectly, it would be busy
+    for the sum of what each needs of its scarcer resource."""
+    return max(1.0, one.compute + other.compute, one.memory + other.memory)
 
-    If both shared the device perfectly, it would be busy for the sum of what each needs of its scarcer resource: a
-    factor of max(1, sum of compute, sum of memory). Taking turns it is 2. HydraInfer (Figure 4) and SpaceServe show
-    encodes and decodes between the two, because one needs arithmetic and the other memory: `overlap` says how far.
-    """
-    bound = max(1.0, one.compute + other.compute, one.memory + other.memory)
-    return 2.0 - overlap * (2.0 - bound)
+
+def corun_factor(one: Use, other: Use, share: float) -> float:
+    """Slowdown of two concurrent steps: the time of each beside the other over its time alone. Taking turns it is 2;
+    `share` says how much is saved of what `corun_bound` allows (`corun.py`)."""
+    return 2.0 - share * (2.0 - corun_bound(one, other))
 
 
 def roofline_costs(spec: ModelSpec, device: Device, dtype: str) -> Costs:
@@ -83,14 +81,17 @@ def roofline_costs(spec: ModelSpec, device: Device, dtype: str) -> Costs:
             "a profile that was measured",
             param="dtype",
         )
+    roofline = Roofline(spec, device, DTYPE_BYTES[dtype])
+    surface = roofline.surface()
     return Costs(
-        _Roofline(spec, device, DTYPE_BYTES[dtype]).surface(),
+        surface,
         submit_s=SUBMIT_S,
         collect_s=COLLECT_S,
         cores=1,
         threads=0,
         dtype=dtype,
-        alike=2.0,  # processes take turns on a GPU
+        alike=2.0,
+        corun=roofline.corun(surface),
         source=f"roofline of {device.name}, {dtype}",
     )
 
@@ -123,7 +124,7 @@ def patch_pair_flops(vision: VisionSpec) -> float:
     return max(vision.flops(2 * count) - 2 * vision.flops(count), 0) / (2 * count * count)
 
 
-class _Roofline:
+class Roofline:
     """The roofline of a model on a device."""
 
     def __init__(self, spec: ModelSpec, device: Device, dtype_bytes: int) -> None:
@@ -185,31 +186,43 @@ class _Roofline:
         linear = vision.flops(count) - patch_pair_flops(vision) * count * count
         return linear * (count + IDLE_ROWS) / count / self._products_per_s
 
-    # ---- both lanes at once
+    # ---- two steps at once
 
-    def _beside(self, surface: CostSurface, vision: VisionSpec) -> CostSurface:
-        """A vision step is slowed by whatever step runs: the mean of decodes and chunks."""
-        decode, prefill = self._language_use(surface, _DECODES), self._language_use(surface, _PREFILL)
-        encode = self._vision_use(surface, vision)
-        beside_decode, beside_prefill = corun_factor(decode, encode), corun_factor(prefill, encode)
-        return replace(
-            surface,
-            decode_slowdown=beside_decode,
-            prefill_slowdown=beside_prefill,
-            vision_slowdown=mean((beside_decode, beside_prefill)),
+    def corun(self, surface: CostSurface) -> Corun:
+        found, vision = shares(), self._spec.vision
+        decode, prefill = self.language_use(surface, _DECODES), self.language_use(surface, _PREFILL)
+        encode = Use(1.0, 1.0) if vision is None else self.vision_use(surface, vision, _ENCODE_PATCHES)
+        return Corun(
+            found.ratios,
+            (corun_factor(encode, decode, found.short_encodes), corun_factor(encode, decode, found.long_encodes)),
+            corun_factor(encode, prefill, found.long_encodes),
+            corun_factor(prefill, decode, found.prompts),
         )
 
-    def _language_use(self, surface: CostSurface, load: LanguageLoad) -> Use:
+    def _beside(self, surface: CostSurface, vision: VisionSpec) -> CostSurface:
+        """Returns the surface with the factors of typical steps, which budgets reckon with. A vision step is slowed by
+        whatever step runs: the mean of decodes and chunks."""
+        encode_s = surface.vision_s(_encode(vision, _ENCODE_PATCHES))
+        factors = self.corun(surface)
+        decode, prefill = (factors.encode(encode_s, surface.language_s(_DECODES), prompts) for prompts in (0.0, 1.0))
+        return replace(
+            surface, decode_slowdown=decode, prefill_slowdown=prefill, vision_slowdown=mean((decode, prefill))
+        )
+
+    def language_use(self, surface: CostSurface, load: LanguageLoad) -> Use:
         compute_s = load.num_rows * self._row_s + surface.per_pair_s * load.prefill_pairs
         memory_s = self._weights_s(load.num_rows) + surface.per_key_s * load.decode_context
         return _use(compute_s, memory_s, surface.language_s(load))
 
-    def _vision_use(self, surface: CostSurface, vision: VisionSpec) -> Use:
-        """Use of the device by an encode of `_ENCODE_PATCHES` patches, of one picture or of several."""
-        side = min(_ENCODE_PATCHES, vision.max_patches_per_image)
-        load = VisionLoad(_ENCODE_PATCHES, float(_ENCODE_PATCHES * side))
-        compute_s = self._linear_s(vision, _ENCODE_PATCHES) + surface.per_patch_pair_s * load.pairs
+    def vision_use(self, surface: CostSurface, vision: VisionSpec, num_patches: int) -> Use:
+        load = _encode(vision, num_patches)
+        compute_s = self._linear_s(vision, num_patches) + surface.per_patch_pair_s * load.pairs
         return _use(compute_s, self._tower_s(vision), surface.vision_s(load))
+
+
+def _encode(vision: VisionSpec, num_patches: int) -> VisionLoad:
+    """An encode of so many patches, of one picture or of several."""
+    return VisionLoad(num_patches, float(num_patches * min(num_patches, vision.max_patches_per_image)))
 
 
 def _use(compute_s: float, memory_s: float, whole_s: float) -> Use:

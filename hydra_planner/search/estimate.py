@@ -70,7 +70,7 @@ def _short_of(
 ) -> str | None:
     """The first stage that does not fit at this rate, or None. Stages with the fewest devices are placed first, each on
     what is left of its devices, the one with most left first."""
-    left = {device: _Left(candidate, device, kinds[device].costs.surface) for device in candidate.devices}
+    left = {device: _Left(candidate, device, kinds[device]) for device in candidate.devices}
     by_stage = [
         (name, stage, _devices(candidate, stage))
         for name, stage in STAGES
@@ -94,11 +94,14 @@ def _of(stage: Role, seconds: RequestSeconds) -> float:
 
 class _Left:
     """Seconds per second that a device has left for each lane, and for both together: lanes side by side do more than
-    one lane by as much as their slowdowns are below two."""
+    one lane by as much as their slowdowns are below two, and those of instances that take turns do not."""
 
-    def __init__(self, candidate: Candidate, device: str, surface: CostSurface) -> None:
+    def __init__(self, candidate: Candidate, device: str, kind: DeviceKind) -> None:
         roles = [spec.role for spec in candidate.topology.instances if spec.device == device]
-        both = any(role.needs_vision for role in roles) and any(role.needs_language for role in roles)
+        both = any(role.needs_vision and role.needs_language for role in roles)
+        if not kind.time_sliced:
+            both = any(role.needs_vision for role in roles) and any(role.needs_language for role in roles)
+        surface = kind.costs.surface
         side_by_side = 1 / surface.decode_slowdown + 1 / surface.vision_slowdown
         self._lanes = {True: 1.0, False: 1.0}  # vision, language
         self._device = max(1.0, side_by_side) if both else 1.0

@@ -41,7 +41,8 @@ class SimulatedCluster:
     ) -> None:
         self.nodes: dict[str, Node] = {}
         self.machines = {
-            name: Machine(agenda, kind.costs.cores if kind.on_processor else 0) for name, kind in site.devices.items()
+            name: Machine(agenda, kind.costs.cores if kind.on_processor else 0, time_sliced=kind.time_sliced)
+            for name, kind in site.devices.items()
         }
         self._site = site
         self._agenda = agenda

@@ -29,9 +29,33 @@ PIXEL_S = 1.2e-8
 
 
 @dataclass(frozen=True, slots=True)
+class Corun:
+    """Factors on the seconds of two steps of a GPU that run beside each other, the same for both. An encode beside
+    decodes has one of two factors by the ratio of their seconds, and one in between between `ratios`."""
+
+    ratios: tuple[float, float]
+    beside_decodes: tuple[float, float]  # of short and of long encodes
+    beside_prompts: float  # of encodes
+    prompts_beside_decodes: float
+
+    def encode(self, encode_s: float, step_s: float, prompts: float) -> float:
+        """Factor of an encode and a language step. Seconds are those alone; `prompts`: their share of the step's."""
+        low, high = self.ratios
+        place = min(max((encode_s / step_s - low) / (high - low), 0.0), 1.0)
+        short, long = self.beside_decodes
+        return (1 - prompts) * (short + place * (long - short)) + prompts * self.beside_prompts
+
+    def steps(self, prompts: float, other_prompts: float, alike: float) -> float:
+        """Factor of language steps of two instances, by their shares of prompts; `alike`: of two of a kind."""
+        unlike = prompts * (1 - other_prompts) + other_prompts * (1 - prompts)
+        return alike + unlike * (self.prompts_beside_decodes - alike)
+
+
+@dataclass(frozen=True, slots=True)
 class Costs:
     """Steps on one device, seconds. `cores` and `threads` (of a lane): of a processor; a GPU has (1, 0), where only the
-    factors count. `alike`: how many times as long a step takes beside one of another instance on the same lane kind."""
+    factors count. `alike`: how many times as long a step takes beside one of another instance on the same lane kind.
+    `corun`: factors that depend on both steps, instead of those of `surface`."""
 
     surface: CostSurface
     submit_s: float = 0.0  # from a plan's submission to an idle lane to the start of its step
@@ -41,6 +65,7 @@ class Costs:
     dtype: str = "bfloat16"
     turn_s: float = TURN_S
     alike: float = 1.0
+    corun: Corun | None = None
     source: str = "made up"
 
     def document(self) -> dict[str, Any]:
@@ -51,7 +76,8 @@ class Costs:
 @dataclass(frozen=True, slots=True)
 class DeviceKind:
     """A kind of device. `link_bytes_per_s`: to and from others, each direction; `copy_bytes_per_s`: within the device.
-    `price`: to buy one, in dollars; `hour_price`: for an hour; None: not known."""
+    `price`: to buy one, in dollars; `hour_price`: for an hour; None: not known. `has_mps`: NVIDIA's multi-process
+    service runs on it."""
 
     name: str
     costs: Costs
@@ -60,6 +86,12 @@ class DeviceKind:
     copy_bytes_per_s: float = PULL_BYTES_PER_S
     price: float | None = None
     hour_price: float | None = None
+    has_mps: bool = False
+
+    @property
+    def time_sliced(self) -> bool:
+        """True if processes on the device never compute at the same moment."""
+        return not self.on_processor and not self.has_mps
 
     @property
     def on_processor(self) -> bool:

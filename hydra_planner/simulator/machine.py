@@ -1,10 +1,11 @@
 """Concurrent steps on one device slow each other: jobs of lanes that advance at shares of their speed.
 
 A job has work, in seconds of having the device to itself. Beside other jobs it takes `1 + sum(slowdown - 1)` times as
-long, one term for each of them, where `slowdown` is the factor that the profile has measured for a lane of that kind;
-on a processor only those that find a core beside it count, and cores that are not enough are shared. For one instance
-with two lanes on a device of its own that is the cost surface's model exactly. For lanes of several instances on the
-same cores it is processor sharing by nice values, as Linux does it: right as far as a lane uses its threads all along.
+long, one term for each of them, where `slowdown` is the factor that was measured for the two; on a processor only those
+that find a core beside it count, and cores that are not enough are shared. For one instance with two lanes on a device
+of its own that is the cost surface's model exactly. For lanes of several instances on the same cores it is processor
+sharing by nice values, as Linux does it: right as far as a lane uses its threads all along. On a GPU without MPS
+instances, each a process, take turns: each has its share of the time, with only its own lanes in it.
 
 The gate between the two lanes of an instance (`worker/vision/gate.py`) is here too, but for its granularity: vision
 pauses at once when the seconds that a language step allows are used up.
@@ -13,7 +14,7 @@ pauses at once when the seconds that a language step allows are used up.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hydra_planner.simulator.agenda import Agenda
@@ -24,19 +25,24 @@ _DONE_S = 1e-9  # of work: less than this is rounding
 
 @dataclass(eq=False)
 class Job:
-    """`slowdowns[kind]`: time beside a job of that kind over the time alone; 1 for kinds that are missing.
-    `allowance_s`, of a language step: seconds of vision of the same instance that may run beside it."""
+    """`slowdown(job, other)`: time beside another job over the time alone. `prompts`, of a language step: share of its
+    seconds that chunks take. `allowance_s`: seconds of vision of the same instance that may run beside it."""
 
     instance: str
     kind: str
     left_s: float
     done: Callable[[Job], None]
-    slowdowns: Mapping[str, float] = field(default_factory=dict)
+    slowdown: Callable[[Job, Job], float] = lambda *_: 1.0
+    prompts: float = 0.0
     allowance_s: float = math.inf
     threads: int = 1
     niceness: int = 0
     vision_s: float = 0.0  # that ran beside it
     started_s: float = 0.0
+    alone_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.alone_s = self.left_s
 
 
 # A step of niceness is worth a quarter of the weight (sched(7)).
@@ -63,13 +69,14 @@ def shares(jobs: Sequence[Job], cores: int) -> list[float]:
 
 
 class Machine:
-    """`cores` 0: a device where only the measured factors count. `busy_s`: seconds in which a job of that kind ran, by
-    (instance, kind)."""
+    """`cores` 0: a device where only the measured factors count. `time_sliced`: its instances take turns. `busy_s`:
+    seconds in which a job of that kind ran, by (instance, kind)."""
 
-    def __init__(self, agenda: Agenda, cores: int = 0) -> None:
+    def __init__(self, agenda: Agenda, cores: int = 0, *, time_sliced: bool = False) -> None:
         self.busy_s: dict[tuple[str, str], float] = {}
         self._agenda = agenda
         self._cores = cores
+        self._time_sliced = time_sliced
         self._jobs: list[Job] = []
         self._settled_s = 0.0
         self._version = 0
@@ -101,10 +108,12 @@ class Machine:
         if len(running) == 1:
             return [1.0]
         added = [
-            sum(job.slowdowns.get(other.kind, 1.0) - 1.0 for other in running if other is not job) for job in running
+            sum(job.slowdown(job, other) - 1.0 for other in running if other is not job and self._meet(job, other))
+            for job in running
         ]
         if not self._cores:
-            return [1.0 + more for more in added]
+            turns = len({job.instance for job in running}) if self._time_sliced else 1
+            return [turns * (1.0 + more) for more in added]
         # Others slow a job by more than the cores that they take only as far as they run at the same moment.
         every = sum(job.threads for job in running)
         beside = [
@@ -112,6 +121,10 @@ class Machine:
             for job, more in zip(running, added, strict=True)
         ]
         return [factor / share for factor, share in zip(beside, shares(running, self._cores), strict=True)]
+
+    def _meet(self, one: Job, other: Job) -> bool:
+        """True if both can compute at the same moment."""
+        return not self._time_sliced or one.instance == other.instance
 
     def _settle(self) -> None:
         """Brings all work up to this moment."""

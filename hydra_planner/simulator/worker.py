@@ -17,7 +17,7 @@ import numpy as np
 
 from hydra_engine.core.ids import RequestId, StepId
 from hydra_engine.core.messages import PixelPayload
-from hydra_engine.core.plans import Int64s, LanguagePlan, VisionLoad, VisionPlan
+from hydra_engine.core.plans import Int64s, LanguageLoad, LanguagePlan, VisionLoad, VisionPlan
 from hydra_engine.core.pools import Exports, PoolKind
 from hydra_engine.core.request import Request
 from hydra_engine.core.results import LaneResult, LanguageResult, VisionResult
@@ -121,13 +121,12 @@ class SimulatedWorker:
         surface = self._costs.surface
         patches = [item.num_patches for item in plan.items]
         load = VisionLoad(sum(patches), float(sum(count * count for count in patches)))
-        beside = {LANGUAGE: surface.vision_slowdown, VISION: self._costs.alike}
 
         def done(job: Job) -> None:
             self._vision.end_job()
             self._deliver(VisionResult(plan.step_id, job.started_s, self._agenda.now_s, (None,) * len(plan.items)))
 
-        job = self._job(VISION, surface.vision_s(load), done, beside)
+        job = self._job(VISION, surface.vision_s(load), done)
         self._vision.submit(lambda: self._run(job))
 
     def drop_vision(self, step_id: StepId) -> None:
@@ -135,7 +134,9 @@ class SimulatedWorker:
 
     def submit_language(self, plan: LanguagePlan) -> None:
         surface, load = self._costs.surface, plan.load
-        beside = {VISION: surface.slowdown(load), LANGUAGE: self._costs.alike}
+        alone_s = surface.language_s(load)
+        decodes_s = surface.language_s(LanguageLoad(load.num_decodes, load.decode_context)) if load.num_decodes else 0.0
+        prompts = 1.0 - decodes_s / alone_s if load.prefill_tokens and alone_s else 0.0
         tokens = _tokens(len(plan.decodes), tuple(chunk.sample for chunk in plan.chunks))
 
         def done(job: Job) -> None:
@@ -143,13 +144,28 @@ class SimulatedWorker:
             self._language.end_job()
             self._deliver(LanguageResult(plan.step_id, job.started_s, ended_s, tokens, vision_s=job.vision_s))
 
-        job = self._job(LANGUAGE, surface.language_s(load), done, beside)
+        job = self._job(LANGUAGE, alone_s, done)
+        job.prompts = prompts
         job.allowance_s = plan.vision_s
         self._language.submit(lambda: self._run(job))
 
-    def _job(self, kind: str, alone_s: float, done: Callable[[Job], None], beside: Mapping[str, float]) -> Job:
+    def _job(self, kind: str, alone_s: float, done: Callable[[Job], None]) -> Job:
         niceness = self._around.niceness.get(kind, 0)
-        return Job(self._name, kind, alone_s, done, beside, threads=self._costs.threads, niceness=niceness)
+        return Job(self._name, kind, alone_s, done, self._slowdown, threads=self._costs.threads, niceness=niceness)
+
+    def _slowdown(self, job: Job, other: Job) -> float:
+        """Time of a step of this instance beside `other` on the same device over its time alone."""
+        costs, corun = self._costs, self._costs.corun
+        if job.kind == other.kind == LANGUAGE and corun is not None:
+            return corun.steps(job.prompts, other.prompts, costs.alike)
+        if job.kind == other.kind:
+            return costs.alike
+        encode, step = (job, other) if job.kind == VISION else (other, job)
+        if corun is not None:
+            return corun.encode(encode.alone_s, step.alone_s, step.prompts)
+        if job is encode:
+            return costs.surface.vision_slowdown
+        return (1 - step.prompts) * costs.surface.decode_slowdown + step.prompts * costs.surface.prefill_slowdown
 
     def _run(self, job: Job) -> None:
         if self.alive:

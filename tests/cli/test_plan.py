@@ -19,7 +19,7 @@ from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.profiler.fit import Samples
 from hydra_engine.profiler.store import Identity, Profile, Reach, model_identity, save
 from hydra_planner.commands import plan as command
-from hydra_planner.commands.devices import check_here, devices_of, with_prices
+from hydra_planner.commands.devices import check_here, devices_of, with_mps, with_prices
 from hydra_planner.search.plan import Plan
 from hydra_planner.search.settings import Setting
 from tests.cli.conftest import Here
@@ -116,6 +116,14 @@ def test_devices_are_of_several_kinds_or_like_this_machine(profile: Path) -> Non
     assert one.on_processor and [*several] == ["cuda:0", "cuda:1", "cuda:2"]
     with pytest.raises(ConfigError, match="write --devices 8"):
         devices_of("8xH200", profile, config, spec)
+
+
+def test_mps_is_for_gpus(profile: Path) -> None:
+    config = EngineConfig()
+    spec = load_spec(config.model_path, config.spec_options)
+    assert not any(kind.time_sliced for kind in with_mps(devices_of("2xH200", None, config, spec)[0]).values())
+    with pytest.raises(ConfigError, match="--mps is for GPUs"):
+        with_mps(devices_of("1", profile, config, spec)[0])
 
 
 def test_prices_are_those_of_the_user_where_there_are_some() -> None:

@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,8 +22,9 @@ from hydra_engine.models.specs.base import DeltaShape, ModelSpec
 from hydra_engine.models.specs.quantization import at_load
 from hydra_engine.models.specs.registry import load_spec
 from hydra_planner.hardware import roofline
+from hydra_planner.hardware.corun import Row, measured
 from hydra_planner.hardware.devices import Device, Link, devices, find_device, links_between
-from hydra_planner.hardware.roofline import Use, corun_factor, device_kind, roofline_costs
+from hydra_planner.hardware.roofline import Roofline, Use, corun_bound, corun_factor, device_kind, roofline_costs
 
 LLAVA, QWEN2, QWEN25 = "llava-1.5-7b", "qwen2-vl-7b", "qwen2.5-vl-7b"
 MODELS = (LLAVA, QWEN2, QWEN25, "demo")
@@ -58,13 +60,18 @@ def encode_ms(model: str, device: str, patches: int, count: int = 1) -> float:
 # ---- what a device measured
 
 
-RESULTS = Path(__file__).parents[2] / "bench" / "results"
+ROOT = Path(__file__).parents[2]
+
+
+def rows_of(file: str) -> list[dict[str, Any]]:
+    """Rows that an H200 has measured: `make gpu-check`."""
+    found: list[dict[str, Any]] = json.loads((ROOT / file).read_text(encoding="utf-8"))["rows"]
+    return found
 
 
 def measured_ms(document: str) -> dict[str, float]:
-    """Milliseconds by what was measured: `make gpu-check` on an H200."""
-    rows = json.loads((RESULTS / document).read_text(encoding="utf-8"))["rows"]
-    return {row["what"]: 1e3 * row["seconds"]["median"] for row in rows}
+    """Milliseconds by what was measured."""
+    return {row["what"]: 1e3 * row["seconds"]["median"] for row in rows_of(f"bench/results/{document}")}
 
 
 def test_steps_are_close_to_those_that_an_h200_measured() -> None:
@@ -168,7 +175,7 @@ def test_surfaces_grow_with_the_work(model: str, device: Device) -> None:
 def test_curves_are_as_their_function_between_knots(model: str) -> None:
     """The knots are dense enough: 3 % at the most between them."""
     spec = spec_of(model)
-    device = roofline._Roofline(spec, find_device("H200"), 2)
+    device = Roofline(spec, find_device("H200"), 2)
     rows = device.surface().rows
     for count in (3, 12, 24, 48, 100, 150, 190, 300, 700, 3000):
         assert rows.interpolate(count) == pytest.approx(device._rows_s(count), rel=0.03), count
@@ -258,22 +265,66 @@ def test_a_kind_of_device_has_what_is_reached_of_its_links_and_memory() -> None:
 
 
 @given(USES, USES, SHARES)
-def test_a_factor_lies_between_perfect_sharing_and_taking_turns(one: Use, other: Use, overlap: float) -> None:
-    factor = corun_factor(one, other, overlap)
-    bound = max(1.0, one.compute + other.compute, one.memory + other.memory)
+def test_a_factor_lies_between_perfect_sharing_and_taking_turns(one: Use, other: Use, share: float) -> None:
+    factor, bound = corun_factor(one, other, share), corun_bound(one, other)
     assert bound - 1e-9 <= factor <= 2 + 1e-9
-    assert factor == corun_factor(other, one, overlap)
+    assert factor == corun_factor(other, one, share)
     assert corun_factor(one, other, 0.0) == 2 and corun_factor(one, other, 1.0) == pytest.approx(bound)
 
 
 @given(USES, USES, SHARES, SHARES)
 def test_who_uses_more_slows_more(one: Use, other: Use, compute: float, memory: float) -> None:
     more = Use(max(other.compute, compute), max(other.memory, memory))
-    assert corun_factor(one, more) >= corun_factor(one, other)
+    assert corun_factor(one, more, 0.5) >= corun_factor(one, other, 0.5)
 
 
+def loads_of(row: Row) -> tuple[LanguageLoad, LanguageLoad | int]:
+    """The decodes of a measured pair, and the prompt or the patches of the encode beside them."""
+    decodes = LanguageLoad(row.decodes, row.decodes * row.context)
+    prompt = LanguageLoad(0, 0, row.prompt, row.prompt * (row.prompt + 1) / 2, 1)
+    return decodes, prompt if row.prompt else 576 * row.pictures
+
+
+def test_the_factors_of_steps_side_by_side_are_what_an_h200_measured_and_the_bounds_those_of_its_roofline() -> None:
+    spec = spec_of(measured().model)
+    machine = Roofline(spec, find_device(measured().device), 2)
+    surface = machine.surface()
+    assert spec.vision is not None
+    for row in measured().rows:
+        (found,) = (one for one in rows_of(row.file) if one["what"] == row.row)
+        assert found["decode_slowdown"] == pytest.approx(row.decode_slowdown, abs=1e-4)
+        assert found["first_slowdown"] == pytest.approx(row.first_slowdown, abs=1e-4)
+        assert found["gain"] == pytest.approx(row.gain, rel=0.02)
+        assert (found["inputs"]["rows"], found["inputs"]["context"]) == (row.decodes, row.context)
+        assert (found["inputs"].get("pictures", 0), found["inputs"].get("prompt", 0)) == (row.pictures, row.prompt)
+        decodes, first = loads_of(row)
+        beside = (
+            machine.vision_use(surface, spec.vision, first)
+            if isinstance(first, int)
+            else machine.language_use(surface, first)
+        )
+        assert corun_bound(beside, machine.language_use(surface, decodes)) == pytest.approx(row.bound, abs=0.01)
+
+
+def test_pairs_of_an_h200_gain_what_it_has_measured() -> None:
+    """Two streams, each without end: 1.03 to 1.10 of taking turns."""
+    corun = roofline_costs(spec_of(LLAVA), find_device("H200"), "bfloat16").corun
+    assert corun is not None
+    for row in measured().rows:
+        factor = corun.steps(1.0, 0.0, 2.0) if row.prompt else corun.encode(row.first_s, row.decode_s, 0.0)
+        assert 2 / factor == pytest.approx(row.gain, rel=0.015), row.row
+
+
+@pytest.mark.parametrize("device", ["H200", "A100", "RTX 4090", "Ascend 910B"])
 @pytest.mark.parametrize("model", [LLAVA, QWEN2, QWEN25])
-def test_encodes_go_better_beside_decodes_than_beside_prompts(model: str) -> None:
-    """Two plain streams, decodes beside encodes: 1.1 to 1.4 times as long, beside prompts 1.8, by the notes."""
-    surface = surface_of(model, "H200")
-    assert 1.4 < surface.decode_slowdown < 1.65 < surface.vision_slowdown < surface.prefill_slowdown <= 2
+def test_short_encodes_go_better_beside_decodes_than_long_ones_and_these_than_beside_prompts(
+    model: str, device: str
+) -> None:
+    corun = roofline_costs(spec_of(model), find_device(device), "bfloat16").corun
+    assert corun is not None
+    short, middle, long = (corun.encode(ratio, 1.0, 0.0) for ratio in (0.01, 0.4, 5.0))
+    assert 1.75 < short < middle < long < corun.encode(5.0, 1.0, 1.0) <= 2
+    assert long < corun.encode(5.0, 1.0, 0.5) < corun.encode(5.0, 1.0, 1.0)
+    assert corun.steps(0.0, 0.0, 2.0) == corun.steps(1.0, 1.0, 2.0) == 2 > corun.steps(0.0, 1.0, 2.0)
+    surface = surface_of(model, device)
+    assert short <= surface.decode_slowdown <= long < surface.vision_slowdown < surface.prefill_slowdown

@@ -147,6 +147,11 @@ def test_lanes_of_one_device_do_as_much_more_than_one_as_they_gain_side_by_side(
     kinds = {"cuda:0": FAST}
     alone = bound_of(candidate("EPD@cuda:0"), kinds, seconds(0.5, 0.25, 0.25))
     assert alone.rate == pytest.approx(1 / 1.5 + 1 / 1.5, rel=0.01)  # each lane at 1 / 1.5 of its speed
+    for has_mps, rate in ((False, 1.0), (True, 1 / 1.5 + 1 / 1.5)):
+        shared = bound_of(
+            candidate("E@cuda:0+PD@cuda:0"), {"cuda:0": replace(FAST, has_mps=has_mps)}, seconds(0.5, 0.25, 0.25)
+        )
+        assert shared.rate == pytest.approx(rate, rel=0.01), "processes take turns without MPS"
 
 
 # ---- halving

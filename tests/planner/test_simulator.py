@@ -189,6 +189,25 @@ def test_instances_that_share_a_device_slow_each_other_and_divide_its_memory() -
     assert blocks[1] < 0.8 * blocks[0]
 
 
+def test_processes_that_share_a_gpu_take_turns_unless_mps_runs() -> None:
+    """Lanes of one process do not."""
+    surface = replace(SURFACE, decode_slowdown=1.1, prefill_slowdown=1.1, vision_slowdown=1.1)
+    shared = replace(DEVICE, memory_bytes=4 * GIB, costs=replace(COSTS, surface=surface))
+    requests = [
+        WorkloadRequest(at_s=0.04 * index, prompt_tokens=20, output_tokens=30, pictures=(Picture(64, 64, index),))
+        for index in range(12)
+    ]
+    mean_s = {}
+    for topology in ("E@cuda:0+PD@cuda:0", "EPD@cuda:0"):
+        for has_mps in (False, True):
+            records = deployed(
+                topology, replace(site(), devices=gpus(1, replace(shared, has_mps=has_mps))), requests
+            ).run()
+            mean_s[topology, has_mps] = sum(record.latency_s for record in records) / len(records)
+    assert mean_s["E@cuda:0+PD@cuda:0", False] > 1.1 * mean_s["E@cuda:0+PD@cuda:0", True]
+    assert mean_s["EPD@cuda:0", False] == mean_s["EPD@cuda:0", True]
+
+
 def test_a_file_that_is_no_profile_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     for text in ("", "{}", '{"digest": "", "profile": {"surface": 1}}'):

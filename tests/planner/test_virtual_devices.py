@@ -35,8 +35,12 @@ def test_events_happen_in_order_and_those_of_one_moment_as_they_were_scheduled()
 # ---- devices
 
 
+def factor(job: Job, other: Job) -> float:
+    return {VISION: 2.0, LANGUAGE: 3.0}[other.kind]
+
+
 def job(ended: dict[str, float], agenda: Agenda, name: str, kind: str, seconds: float, **rest: Any) -> Job:
-    return Job(name, kind, seconds, lambda _: ended.update({kind: agenda.now()}), {VISION: 2.0, LANGUAGE: 3.0}, **rest)
+    return Job(name, kind, seconds, lambda _: ended.update({kind: agenda.now()}), factor, **rest)
 
 
 def test_lanes_of_one_device_slow_each_other_by_the_measured_factors() -> None:
@@ -56,9 +60,24 @@ def test_cores_are_never_shared_out_twice(cores: int, threads: int, expected_s: 
     machine = Machine(agenda, cores)
     for number in range(4):
         done: Callable[[Job], None] = lambda j: ended.update({j.instance: agenda.now()})  # noqa: E731
-        machine.run(Job(f"i{number}", LANGUAGE, 1.0, done, {LANGUAGE: 1.0}, threads=threads))
+        machine.run(Job(f"i{number}", LANGUAGE, 1.0, done, threads=threads))
     play(agenda)
     assert list(ended.values()) == [pytest.approx(expected_s)] * 4
+
+
+def test_processes_on_a_gpu_take_turns_and_lanes_of_one_do_not() -> None:
+    agenda, ended = Agenda(), {}
+    machine = Machine(agenda, time_sliced=True)
+    for name, seconds in (("a", 1.0), ("b", 2.0)):
+        done: Callable[[Job], None] = lambda j: ended.update({j.instance: agenda.now()})  # noqa: E731
+        machine.run(Job(name, LANGUAGE, seconds, done, factor))
+    play(agenda)
+    assert ended == {"a": pytest.approx(2.0), "b": pytest.approx(3.0)}, "as long as one after the other"
+    machine.run(job(ended, agenda, "a", VISION, 1.0))
+    machine.run(job(ended, agenda, "a", LANGUAGE, 1.0))
+    machine.run(Job("b", VISION, 1.0, lambda _: None, factor))
+    machine._settle()
+    assert [factor for _, factor, _ in machine._running] == [6.0, 4.0, 2.0]
 
 
 def test_vision_waits_at_the_gate_when_its_seconds_are_used_up() -> None:
