@@ -12,6 +12,7 @@ import codecs
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, cast
 
 import msgspec
@@ -23,6 +24,7 @@ from hydra_engine.core.model_folder import check_small_files, read_file
 from hydra_engine.core.prompting import TemplateOptions
 from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.errors import CheckpointError, InvalidRequest
+from hydra_engine.preprocess.text.sentence_piece import MODEL_FILE, SENTENCE_PIECE, write_tokenizer
 from hydra_engine.preprocess.text.template_files import find_templates, read_json
 from hydra_engine.preprocess.text.tokenizer_file import check_tokenizer_file
 
@@ -74,6 +76,15 @@ def load_transformers_tokenizer(folder: Path, class_name: str | None = None) -> 
     if (data := read_file(folder, _TOKENIZER_FILE)) is not None:
         check_tokenizer_file(data)
         loader: Any = _named_class(class_name or _class_name(folder))
+    elif (declared := _declared_class(folder)) in SENTENCE_PIECE and (folder / MODEL_FILE).is_file():
+        with TemporaryDirectory() as made:
+            write_tokenizer(folder, Path(made))
+            return load_transformers_tokenizer(Path(made), class_name)
+    elif (own := _own_class(declared, folder)) is not None:
+        raise CheckpointError(
+            f"the tokenizer is a {own[:60]}, whose code comes with the model and is not run; put a {_TOKENIZER_FILE} "
+            "beside it, which save_pretrained of transformers writes for a tokenizer with a fast form"
+        )
     elif any((folder / name).is_file() for name in _OTHER_FILES):
         from transformers import AutoTokenizer as loader  # only for directories without tokenizer.json
     else:
@@ -85,6 +96,20 @@ def load_transformers_tokenizer(folder: Path, class_name: str | None = None) -> 
     if not isinstance(getattr(tokenizer, "backend_tokenizer", None), Backend):
         raise CheckpointError(f"the model directory needs a {_TOKENIZER_FILE}; this tokenizer has no fast form")
     return cast("PreTrainedTokenizerFast", tokenizer)
+
+
+def _declared_class(folder: Path) -> str | None:
+    name = read_json(folder, "tokenizer_config.json").get("tokenizer_class")
+    return name if isinstance(name, str) else None
+
+
+def _own_class(declared: str | None, folder: Path) -> str | None:
+    """Returns the class that the files name if its code comes with the model and transformers has none of that name."""
+    import transformers
+
+    code = read_json(folder, "tokenizer_config.json").get("auto_map")
+    own = isinstance(code, dict) and "AutoTokenizer" in code
+    return declared if own and declared is not None and not hasattr(transformers, declared) else None
 
 
 def _file_of(folder: Path) -> Path | None:
