@@ -193,19 +193,21 @@ class CacheManager(Generic[Holder]):
 
     # ---- holding
 
-    def grow(self, holder: Holder, num_tokens: int, *, capacity: int) -> bool:
-        """Gives the holder blocks for token positions [0, num_tokens); False, and no change, if too few are free.
+    def grow(self, holder: Holder, num_tokens: int, *, capacity: int, extra_blocks: int = 0) -> bool:
+        """Gives the holder blocks for token positions [0, num_tokens), and `extra_blocks`; False, and no change, if too
+        few are free.
 
-        The first call makes the table, with space for `capacity` tokens; later calls ignore `capacity`. Never shrinks.
+        The first call makes the table, with space for `capacity` tokens and `extra_blocks`; later calls ignore
+        `capacity`. Never shrinks.
         """
         table = self._tables.get(holder)
-        missing = self.blocks_for(num_tokens) - (0 if table is None else table.num_blocks)
+        missing = self.blocks_for(num_tokens) + extra_blocks - (0 if table is None else table.num_blocks)
         try:
             blocks = self.pool.allocate(max(0, missing))
         except OutOfBlocks:
             return False
         if table is None:
-            table = self._tables[holder] = BlockTable(np.zeros(self.blocks_for(capacity), np.int32))
+            table = self._tables[holder] = BlockTable(np.zeros(self.blocks_for(capacity) + extra_blocks, np.int32))
         table.append(blocks)
         return True
 
@@ -244,16 +246,16 @@ class CacheManager(Generic[Holder]):
             blocks.append(block)
         return blocks
 
-    def adopt(self, holder: Holder, hashes: Sequence[BlockHash], *, capacity: int) -> None:
+    def adopt(self, holder: Holder, hashes: Sequence[BlockHash], *, capacity: int, extra_blocks: int = 0) -> None:
         """Adds a new holder as owner of the blocks with these hashes, which `find` must have just found: its table
-        begins with them and has space for `capacity` tokens."""
+        begins with them and has space for `capacity` tokens and `extra_blocks`."""
         assert holder not in self._tables, "a holder adopts blocks before it grows"
         blocks = []
         for block_hash in hashes:
             block = self.pool.acquire(block_hash)
             assert block is not None, "content that was found is gone"
             blocks.append(block)
-        table = self._tables[holder] = BlockTable(np.zeros(self.blocks_for(capacity), np.int32))
+        table = self._tables[holder] = BlockTable(np.zeros(self.blocks_for(capacity) + extra_blocks, np.int32))
         table.append(blocks)
 
     def set_hashes(self, holder: Holder, first: int, hashes: Sequence[BlockHash]) -> None:

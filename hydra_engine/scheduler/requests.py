@@ -253,9 +253,8 @@ class RequestTable:
         self.seq_slots.allocate(state.request.id)
         state.num_published, state.num_prefilled = num_found, num_found * self.kv.block_size
         if num_found:
-            hashes = state.block_hashes[:num_found]
-            capacity = state.request.max_total_tokens + state.num_state_blocks * self.kv.block_size
-            self.kv.adopt(state.request.id, hashes, capacity=capacity)
+            hashes, capacity = state.block_hashes[:num_found], state.request.max_total_tokens
+            self.kv.adopt(state.request.id, hashes, capacity=capacity, extra_blocks=state.num_state_blocks)
             self.timelines[state.request.id].add_cache_hit(now, state.num_computed)
         if self.checkpoints is not None:
             self.checkpoints.start(state, num_found)

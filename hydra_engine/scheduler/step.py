@@ -195,9 +195,8 @@ class PrefillStarter(BlockSearch):
         # the order of age cannot take these back. So it must not wait for blocks of others: it gets all of them now.
         if not state.preempted and Role.D in state.stages:
             num_tokens = state.num_computed + chunk
-        beside = state.num_state_blocks * kv.block_size
-        capacity = state.request.max_total_tokens + beside
-        granted = kv.grow(state.request.id, num_tokens + beside, capacity=capacity)
+        beside, capacity = state.num_state_blocks, state.request.max_total_tokens
+        granted = kv.grow(state.request.id, num_tokens, capacity=capacity, extra_blocks=beside)
         assert granted, "blocks were found and are gone"
         requests.requeue(state)
         step.add(state, chunk)

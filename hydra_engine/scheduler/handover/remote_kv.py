@@ -89,9 +89,8 @@ class RemoteKvAdmission(BlockSearch):
         self._requests.start(state, len(found), now)
         if (remote_kv := remote_kv_of(state)) is not None:
             remote_kv.num_copied = len(found)
-        beside = state.num_state_blocks * self._kv.block_size
-        capacity = state.request.max_total_tokens + beside
-        granted = self._kv.grow(state.request.id, num_tokens + beside, capacity=capacity)
+        beside, capacity = state.num_state_blocks, state.request.max_total_tokens
+        granted = self._kv.grow(state.request.id, num_tokens, capacity=capacity, extra_blocks=beside)
         assert granted, "blocks were found and are gone"
         self._requests.requeue(state)
         return True
