@@ -38,7 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.model.endswith(".gguf") and Path(arguments.model).is_file():
         raise CheckpointError(
-            f"{arguments.model!r} is a GGUF file, which is served as it is; quantize reads safetensors"
+            f"{arguments.model!r} is a GGUF file, which is served as it is; give the folder or hub id of the model's "
+            "safetensors"
         )
     folder, out = find_model(EngineConfig(model=arguments.model)).model_path, Path(arguments.out)
     writer: Any = import_module("hydra_quantizer.writer")  # loads torch

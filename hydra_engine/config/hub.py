@@ -57,13 +57,15 @@ class ModelPaths(NamedTuple):
 
 def find_model(config: EngineConfig) -> EngineConfig:
     """Returns the configuration with `model_folder` set if `model` is a hub id of safetensors; unchanged for a folder,
-    `demo` and SHAPES. Raises CheckpointError and ConfigError as `find_hub_model`."""
+    `demo` and SHAPES. Raises CheckpointError for GGUF files, and CheckpointError and ConfigError as
+    `find_hub_model`."""
     found = find_hub_model(config)
-    if found is None:
-        return config
-    if found.gguf:
-        raise CheckpointError(f"{config.model!r} is a model of GGUF files, which are served as they are")
-    return replace(config, model_folder=str(found.folder))
+    if found.gguf if found else os.path.isdir(config.model) and has_gguf_alone(os.listdir(config.model)):
+        raise CheckpointError(
+            f"{config.model!r} is a model of GGUF files, which are served as they are; give the folder or hub id of "
+            "the model's safetensors"
+        )
+    return config if found is None else replace(config, model_folder=str(found.folder))
 
 
 def find_hub_model(config: EngineConfig) -> ModelPaths | None:

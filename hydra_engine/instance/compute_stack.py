@@ -43,12 +43,13 @@ from hydra_engine.models.specs.registry import FAMILIES, load_spec
 from hydra_engine.worker.memory.cache_store import allocate_image_cache, allocate_kv_cache, allocate_states
 from hydra_engine.worker.memory.limits import with_limits
 from hydra_engine.worker.memory.measure import measure
-from hydra_engine.worker.memory.plan import CachePlan, Filling, own_part, plan_memory
+from hydra_engine.worker.memory.plan import CachePlan, Filling, fewer_bits, own_part, plan_memory
 from hydra_engine.worker.memory.working import image_budget
 from hydra_engine.worker.ports import NO_GATE, Gate
 from hydra_engine.worker.worker import Worker
 
 Progress = Callable[[str, int, int], None]  # what, done, total
+_SMALLER = "lower --gpu-memory-utilization or the caches' sizes, --token-budget, --max-num-seqs or --image-budget"
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +200,8 @@ def _load_and_size(
     )
     plan = _first_plan(partial(plan_of, filling=Filling(own_bytes) if fills else None), config, spec, backend, role)
     resolved = _resolve(config, spec, plan, role, device)
-    with _memory_for("the weights"), all_cores(backend):
+    quantized = " or ".join(fewer_bits(spec, role))
+    with _memory_for("the weights", f"give --quantization {quantized}" if quantized else ""), all_cores(backend):
         model = load_model(
             config.model_path,
             spec,
@@ -248,14 +250,15 @@ def _nothing() -> None:
 
 
 @contextmanager
-def _memory_for(what: str) -> Iterator[None]:
-    """Turns an out-of-memory error of its body into a ResourceError that says that `what` needed the memory."""
+def _memory_for(what: str, change: str = _SMALLER) -> Iterator[None]:
+    """Turns an out-of-memory error of its body into a ResourceError that says that `what` needed the memory, and what
+    to change; empty: nothing helps but more room on the device."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ResourceError(
-            f"the device has no memory for {what}; free memory there, lower --gpu-memory-utilization or the caches' "
-            "sizes, --token-budget, --max-num-seqs or --image-budget, or put fewer instances on it",
+            f"the device has no memory for {what}; free memory there, {change + ', ' if change else ''}or put fewer "
+            "instances on it",
             param="gpu_memory_utilization",
         ) from error
 

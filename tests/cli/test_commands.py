@@ -126,7 +126,7 @@ def test_gguf_files_are_for_what_they_hold(here: Here, tmp_path: Path, monkeypat
         "hydra-engine: this GGUF file is a text model; for pictures give its vision tower with --mmproj\n",
     )
     written = here("quantize", model, str(tmp_path / "out"), "--quantization", "int4")
-    assert written.returncode == 3 and "is served as it is; quantize reads safetensors" in written.stderr
+    assert written.returncode == 3 and "is served as it is; give the folder or hub id" in written.stderr
 
 
 def test_generate_says_what_is_wrong(here: Here) -> None:

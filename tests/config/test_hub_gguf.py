@@ -68,8 +68,9 @@ def test_a_tag_names_a_cached_model_and_its_mmproj(cache: Path, tmp_path: Path) 
     assert "no file 'none.gguf'; mmproj files of acme/Tiny-VL-GGUF here: mmproj-F16" in refusal(
         NAME, mmproj="none.gguf"
     )
-    with pytest.raises(CheckpointError, match="is a model of GGUF files, which are served as they are"):
-        find_model(EngineConfig(model=NAME))
+    for model in (NAME, str(snapshot)):
+        with pytest.raises(CheckpointError, match="of GGUF files, which are served as they are; give the folder or"):
+            find_model(EngineConfig(model=model))
     with pytest.raises(ConfigError, match="GGUF files are for native models"):
         find(NAME, model_impl="transformers")
 

@@ -5,6 +5,7 @@ The device is the processor's with peaks that a test gives; everything that is m
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -24,6 +25,7 @@ from hydra_engine.core.instances import EPD, Role
 from hydra_engine.core.units import GIB
 from hydra_engine.errors import ConfigError, ResourceError
 from hydra_engine.instance import compute_stack
+from hydra_engine.instance.compute_stack import build_worker
 from hydra_engine.models.build import load_model
 from hydra_engine.models.specs.base import ItemPlan, MediaPlan, View
 from hydra_engine.models.specs.registry import load_spec
@@ -409,6 +411,25 @@ def test_a_device_too_small_for_a_step_refuses_to_start(tmp_path: Path, monkeypa
     on_device(SmallDevice([1]), monkeypatch)
     with pytest.raises(ResourceError, match=r"^the device has no memory for its largest steps; .*image_budget"):
         Engine(tmp_path, dtype="float32")
+
+
+@pytest.mark.parametrize(("quantization", "change"), [("auto", "give --quantization int8 or int4, or"), ("int4", "or")])
+def test_a_device_without_memory_for_the_weights_asks_for_fewer_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str, change: str
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate more than there is")
+
+    make_tiny("llava", tmp_path, seed=1)
+    monkeypatch.setattr(compute_stack, "load_model", refuse)
+    with pytest.raises(ResourceError) as raised:
+        build_worker(
+            EngineConfig(model=str(tmp_path), dtype="float32", quantization=quantization),
+            threading.Event(),
+            lambda *_: None,
+        )
+    start = "the device has no memory for the weights; free memory there, "
+    assert raised.value.message == f"{start}{change} put fewer instances on it"
 
 
 def test_a_system_that_gives_no_memory_for_the_caches_refuses_to_start(

@@ -252,11 +252,10 @@ def _smaller(needs: Needs) -> Iterator[dict[str, Needs]]:
     spec, cache = needs.spec, needs.config.cache
     if spec.family not in FAMILIES or not needs.role.needs_language:
         return
-    weights, stored = dict[str, Needs](), spec.at_load or spec.quantization
-    if stored is None or not stored.stays_quantized or stored == at_load("int8"):
-        for name in ("int8", "int4"):
-            other = replace(needs, spec=replace(spec, at_load=at_load(name)))
-            weights[f"--quantization {name} (weights {size(sum(other.weights))})"] = other
+    weights = dict[str, Needs]()
+    for name in fewer_bits(spec, needs.role):
+        other = replace(needs, spec=replace(spec, at_load=at_load(name)))
+        weights[f"--quantization {name} (weights {size(sum(other.weights))})"] = other
     if cache.kv_cache_dtype == "int8" or needs.config.attention_backend == "flashinfer":
         yield weights
         return
@@ -266,6 +265,17 @@ def _smaller(needs: Needs) -> Iterator[dict[str, Needs]]:
     if (config.max_model_len or spec.max_model_len) > TYPICAL_TOKENS:
         flag, config = f"{flag} and --max-model-len {TYPICAL_TOKENS}", replace(config, max_model_len=TYPICAL_TOKENS)
         yield {f"{name} and {flag}": replace(other, config=config) for name, other in weights.items()}
+
+
+def fewer_bits(spec: ModelSpec, role: Role) -> tuple[str, ...]:
+    """Values of --quantization that make the role's weights smaller; none for what the model or its checkpoint
+    refuses."""
+    if spec.family not in FAMILIES or not role.needs_language:
+        return ()
+    stored = spec.at_load or spec.quantization
+    if stored == at_load("int8"):
+        return ("int4",)
+    return () if stored is not None and stored.stays_quantized else ("int8", "int4")
 
 
 def _left_out(captured_tokens: int) -> str:
