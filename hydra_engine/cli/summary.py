@@ -267,10 +267,11 @@ def _budgets(config: EngineConfig) -> list[str]:
 def _admission(summaries: Sequence[InstanceSummary], config: EngineConfig, server: ServerConfig) -> str:
     media, scheduler = config.media, config.scheduler
     at_once = min((s.max_num_seqs for s in summaries if s.num_kv_blocks and s.max_num_seqs), default=None)
-    one = media.max_images == 1 or any(s.one_picture for s in summaries)
+    one = media.images_of_request == 1 or any(s.one_picture for s in summaries)
+    pictures = "1 picture" if one else f"{media.images_of_request} pictures"
     return (
         f"  admission    {at_once or scheduler.max_running_requests} requests at once, {scheduler.max_queue} accepted; "
-        f"{'1 picture' if one else f'{media.max_images} pictures'} a request, bodies of {size(server.max_body_bytes)}"
+        f"{pictures} a request, bodies of {size(server.max_body_bytes)}"
     )
 
 

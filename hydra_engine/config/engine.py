@@ -33,6 +33,8 @@ SHAPES = (
     "qwen3.5-35b-a3b",
 )  # models that ship without weights, for load_format random
 DEFAULT_TOKENS, DEFAULT_REQUESTS = 512, 64  # limits of a language step on a CPU
+DEFAULT_IMAGES = 500  # of one request, as OpenAI takes: an agent's history has one or two for each of its turns
+_LARGEST_IMAGES = 16  # of the largest allowed, whose pixels one request may have
 MAX_PRIORITY = (1 << 31) - 1  # of a request; the lowest is -MAX_PRIORITY - 1
 
 _DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
@@ -89,7 +91,9 @@ class ClusterConfig:
 class MediaConfig:
     """Limits of pictures and videos, checked before bytes are read or pixels decoded."""
 
-    max_images: int = opt(16, "most images of one request")
+    max_images: int | None = opt(
+        None, "most images of one request; if given, the image cache has room for as many", unset=str(DEFAULT_IMAGES)
+    )
     max_image_bytes: int = opt(20 << 20, "most bytes of one encoded image")
     max_image_pixels: int = opt(40_000_000, "most pixels of one image, known from its header")
     max_aspect_ratio: float = opt(200.0, "longest side over shortest side of an image")
@@ -120,6 +124,16 @@ class MediaConfig:
     max_pixels: int | None = opt(
         None, "shrink larger images to this many pixels (models with dynamic resolution)", unset="what the model says"
     )
+
+    @property
+    def images_of_request(self) -> int:
+        """Returns the most images of one request: `max_images`, or the default."""
+        return DEFAULT_IMAGES if self.max_images is None else self.max_images
+
+    @property
+    def pixels_of_request(self) -> int:
+        """Returns the most pixels of all encoded images of one request, by their headers: a bound of decoding time."""
+        return _LARGEST_IMAGES * self.max_image_pixels
 
     def __post_init__(self) -> None:
         check_values(self)

@@ -89,7 +89,7 @@ class EngineOptions(TypedDict, total=False):
     num_image_blocks: int | None
     prefix_caching: bool
     # media
-    max_images: int
+    max_images: int | None
     max_image_bytes: int
     max_image_pixels: int
     max_aspect_ratio: float

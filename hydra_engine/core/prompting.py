@@ -26,7 +26,7 @@ MAX_PIXELS = 1 << 31
 LOW_DETAIL_PIXELS = 512 * 512
 DETAILS = ("auto", "low", "high")
 
-MAX_PIXEL_BYTES = 1000 << 20  # of one request: 16 pictures of the largest size that published models take
+MAX_PIXEL_BYTES = 1000 << 20  # of one request, as a tower takes them: 16 of the largest size of published models
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,9 +147,7 @@ class Preprocessor:
             call.pixels,
             call.cache_salt,
             call.client,
-            check=lambda plans: self._check_length(
-                num_text + self._expansion.num_tokens(plans), sampling, prompt.param
-            ),
+            check=lambda plans: self._check_plans(plans, num_text, sampling, prompt.param),
         )
         spans.extend(span for item in media for span in item.spans)
         facts = CallFacts(request_id, num_text, tuple(item.video for item in media))
@@ -159,7 +157,7 @@ class Preprocessor:
         if media:
             self._known.check_rows(token_ids, prompt.param)
         payloads = tuple(payload for item in media for payload in item.payloads)
-        _check_pixels(payloads, prompt.param)
+        _check_pixels(sum(len(payload.data) for payload in payloads), prompt.param)
         request = Request(
             id=request_id,
             prompt_token_ids=tuple(token_ids),
@@ -276,6 +274,13 @@ class Preprocessor:
 
     # ---- the prompt
 
+    def _check_plans(self, plans: Sequence[Planned], num_text: int, sampling: SamplingParams, param: str) -> None:
+        """Checks pictures and videos that are opened and not decoded. Raises InvalidRequest for too many pixels, and
+        ContextLengthExceeded."""
+        items = [item for _, plan in plans for item in plan.items]
+        _check_pixels(sum(3 * item.num_pictures * item.width * item.height for item in items), param)
+        self._check_length(num_text + self._expansion.num_tokens(plans), sampling, param)
+
     def _check_length(self, num_prompt: int, sampling: SamplingParams, param: str) -> int:
         """Returns how many tokens may be generated. Raises ContextLengthExceeded."""
         room = self._max_model_len - num_prompt
@@ -304,12 +309,12 @@ class Preprocessor:
 SEED_MASK = (1 << 63) - 1  # seeds count modulo 2^63
 
 
-def _check_pixels(payloads: Iterable[PixelPayload], param: str) -> None:
-    """Raises InvalidRequest for more than one message to an instance can hold."""
-    if (size := sum(len(payload.data) for payload in payloads)) > MAX_PIXEL_BYTES:
+def _check_pixels(num_bytes: int, param: str) -> None:
+    """Raises InvalidRequest for more bytes of pixels than one message to an instance can hold."""
+    if num_bytes > MAX_PIXEL_BYTES:
         raise InvalidRequest(
-            f"the pictures and videos of the request have {size >> 20} MiB of pixels; at most {MAX_PIXEL_BYTES >> 20} "
-            "MiB are allowed: give fewer, or a smaller detail",
+            f"the pictures and videos of the request have {num_bytes >> 20} MiB of pixels; at most "
+            f"{MAX_PIXEL_BYTES >> 20} MiB are allowed: give fewer, or a smaller detail",
             param=param,
         )
 

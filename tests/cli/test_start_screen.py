@@ -46,7 +46,7 @@ def test_one_screen() -> None:
         "  limits       4096 tokens a request, 512 tokens a language step, 1152 patches a vision step",
         "  loaded in    1.0 s",
         "  budgets      fixed, as above; --tpot-slo 40ms derives them from step times of this machine",
-        "  admission    64 requests at once, 512 accepted; 16 pictures a request, bodies of 64 MiB",
+        "  admission    64 requests at once, 512 accepted; 500 pictures a request, bodies of 64 MiB",
         "  access       this machine only, asks for no key",
         "  note         dtype bfloat16: because because because because because because because because",
         "               because because because because",

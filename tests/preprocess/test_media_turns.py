@@ -13,8 +13,9 @@ import pytest
 from PIL import Image
 
 from hydra_engine.clock import MonotonicClock
-from hydra_engine.errors import ContextLengthExceeded
+from hydra_engine.errors import ContextLengthExceeded, InvalidRequest
 from hydra_engine.models.specs.base import ProcessorSpec
+from hydra_engine.preprocess import preprocessor
 from hydra_engine.preprocess.media import media as module
 from hydra_engine.preprocess.media.images import num_bytes
 from hydra_engine.preprocess.media.media import MediaLoader
@@ -192,6 +193,25 @@ async def test_what_does_not_fit_the_context_is_not_decoded(
     assert gate.begun == []
     again = await kitchen.prepare(prompt, images=images, raw=True, sampling={"max_tokens": 5})
     assert again.pixels == fits.pixels and len(gate.begun) == num
+
+
+async def test_nor_are_more_pixels_than_a_request_may_have(
+    make_preprocessor: Make, encoded: Encode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pixels of the files take time to decode, and those that the tower takes need memory."""
+    kitchen, gate = make_preprocessor(media={"max_image_pixels": SMALL[0] * SMALL[1]}), Gate(monkeypatch)
+    few = pictures(encoded, SMALL, 16)
+    for more, place in ((pictures(encoded, (1, 1), 1), 16), (few[:1], 16)):
+        with pytest.raises(InvalidRequest, match="more than 19200 pixels together; send fewer or smaller") as caught:
+            await kitchen.prepare("?", images=[*few, *more])
+        assert (caught.value.code, caught.value.param) == ("image_too_large", f"images[{place}]")
+    monkeypatch.setattr(preprocessor, "MAX_PIXEL_BYTES", 1)
+    for some in (few[:1], few):
+        with pytest.raises(InvalidRequest, match="MiB of pixels; at most 0 MiB are allowed: give fewer"):
+            await kitchen.prepare("?", images=some)
+    assert gate.begun == []
+    monkeypatch.undo()
+    assert len((await kitchen.prepare("?", images=few)).pixels) == 16
 
 
 async def test_nor_are_pictures_in_memory(make_preprocessor: Make, monkeypatch: pytest.MonkeyPatch) -> None:

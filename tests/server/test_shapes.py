@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from hydra_engine.config import EngineConfig, ServerConfig
+from hydra_engine.config import EngineConfig, MediaConfig, ServerConfig
 from hydra_engine.engine import Engine
 from hydra_engine.errors import CODES
 from hydra_engine.server.app import build_app
@@ -55,7 +55,8 @@ class Server:
         runner.run(self._start())
 
     async def _start(self) -> None:
-        self.engine = Engine.create_unstarted(EngineConfig(model="demo", threads=1))
+        config = EngineConfig(model="demo", threads=1, media=MediaConfig(max_images=16))
+        self.engine = Engine.create_unstarted(config)
         await self.engine.astart(progress=False)
         self.listening = await listen(build_app(self.engine, ServerConfig()), "127.0.0.1", 0)
         self.http = aiohttp.ClientSession(self.listening.url)
@@ -167,7 +168,7 @@ def pictures(draw: st.DrawFn) -> str:
 
 @st.composite
 def illustrated(draw: st.DrawFn) -> list[Any]:
-    """Texts and up to 17 pictures in any order; one more than there may be."""
+    """Texts and up to 17 pictures in any order; one more than the server takes."""
     some = draw(st.lists(pictures(), min_size=1, max_size=3))
     urls = some * draw(st.sampled_from([1, 1, 1, 2, 5, 17]))
     detail: st.SearchStrategy[dict[str, Any]] = st.sampled_from(

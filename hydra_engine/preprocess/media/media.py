@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from hydra_engine.clock import Clock
@@ -35,6 +36,8 @@ MAX_WAITING = 4096  # jobs; one client may have half
 DEFAULT_FPS = 2.0  # for frames without a rate; Qwen's models sample videos at this
 
 _LARGE_PIXELS = 12_000_000  # from this size one picture at a time, which bounds memory for any number of threads
+# Of one request: the others do not count as waiting for a place among all fetches, which has a limit.
+_FETCHES_AT_ONCE = 16
 _MAX_OPENED_BYTES = 64 << 20  # of opened media that wait; beyond this a medium is opened again in its turn
 
 T = TypeVar("T")
@@ -60,6 +63,7 @@ class _Asker:
     client: str
     salt: str
     turn: asyncio.Semaphore  # so that one request does not fill the common queue
+    fetches: asyncio.Semaphore
     check: Callable[[Sequence[Planned]], object] | None
 
 
@@ -75,6 +79,7 @@ class _Loading:
     spans: tuple[StageSpan, ...] = ()
     turns: Turns | None = None
     opened: Opened | None = None  # kept while `opened_lease` has room for its bytes
+    num_pixels: int = 0  # of an encoded picture, by its header
     media: Media | None = None
 
 
@@ -88,7 +93,7 @@ class _Work:
 def media_limits(spec: ModelSpec, limits: MediaConfig) -> MediaLimits:
     if spec.vision is None or spec.image_token_id is None:
         return MediaLimits()
-    max_images = 1 if spec.one_picture_because else limits.max_images
+    max_images = 1 if spec.one_picture_because else limits.images_of_request
     max_videos = limits.max_videos if spec.video_token_id is not None and decodes_videos() else 0
     return MediaLimits(max_images, limits.max_image_bytes, max_videos, limits.max_video_bytes)
 
@@ -150,7 +155,7 @@ class MediaLoader:
             reason = f" here: {self._spec.no_images_because}" if self._spec.no_images_because else ""
             raise InvalidRequest(f"this model takes no images{reason}", param=parts[0].param)
         one_picture_because = self._spec.one_picture_because
-        max_count = 1 if one_picture_because else self._limits.max_images
+        max_count = 1 if one_picture_because else self._limits.images_of_request
         for kind, most in (("image", max_count), ("video", self._limits.max_videos)):
             of_kind = [part for part in parts if part.kind == kind]
             if of_kind and kind == "video" and self._spec.video_token_id is None:
@@ -159,7 +164,8 @@ class MediaLoader:
                 raise error
             if len(of_kind) > most:
                 allowed = "is allowed" if most == 1 else "are allowed"
-                why = f": {one_picture_because}" if one_picture_because and kind == "image" else ""
+                is_models = one_picture_because and kind == "image"
+                why = f": {one_picture_because}" if is_models else f" (--max-{kind}s)"
                 raise InvalidRequest(
                     f"the request has {len(of_kind)} {kind}s; at most {most} {allowed}{why}",
                     code=f"too_many_{kind}s",
@@ -208,7 +214,13 @@ class MediaLoader:
         if not sources:
             return []
         check = check if self._processor is None else None
-        asker = _Asker(client, cache_salt, asyncio.Semaphore(self._limits.decode_workers), check)
+        asker = _Asker(
+            client,
+            cache_salt,
+            asyncio.Semaphore(self._limits.decode_workers),
+            asyncio.Semaphore(_FETCHES_AT_ONCE),
+            check,
+        )
         with ExitStack() as leases:
             items = [
                 _Loading(
@@ -224,6 +236,7 @@ class MediaLoader:
                 await self._open(items[0], asker, is_alone=True)
                 return [await self._decode(items[0], asker)]
             plans = await _all_or_none([self._open(item, asker) for item in items])
+            self._check_pixels(items)
             if check is not None:
                 check(plans)
             return await _all_or_none([self._decode(item, asker) for item in items])
@@ -231,17 +244,32 @@ class MediaLoader:
     async def _open(self, item: _Loading, asker: _Asker, *, is_alone: bool = False) -> Planned:
         with _blaming(item.part):
             if isinstance(item.source, RemoteFile):
-                started_s = self._clock.now()
-                item.source = InMemory(await self._fetcher.fetch(item.source, item.fetch_lease))
+                async with asker.fetches:
+                    started_s = self._clock.now()
+                    item.source = InMemory(await self._fetcher.fetch(item.source, item.fetch_lease))
                 item.spans = (StageSpan("fetch", started_s, self._clock.now()),)
             async with asker.turn:
                 opened, work = await self._workers.run(asker.client, self._open_in_thread, item, asker, is_alone)
             item.turns = self._turns_for(opened)
+            item.num_pixels = opened.num_pixels if opened.kind == "image" else 0
             if work is not None:
                 await self._finish(item, opened, work)
             elif item.opened_lease.reserve(opened.num_bytes):
                 item.opened = opened
         return opened.kind, opened.plan
+
+    def _check_pixels(self, items: Sequence[_Loading]) -> None:
+        """Raises InvalidRequest, naming the first picture that is too many, for more encoded pixels than a request may
+        have."""
+        most = self._limits.pixels_of_request
+        for item, num_pixels in zip(items, accumulate(item.num_pixels for item in items), strict=True):
+            if num_pixels > most:
+                raise InvalidRequest(
+                    f"the pictures of the request have more than {most} pixels together; send fewer or smaller ones, "
+                    "or serve with a larger --max-image-pixels",
+                    code="image_too_large",
+                    param=item.part.param,
+                )
 
     async def _decode(self, item: _Loading, asker: _Asker) -> Media:
         if item.media is not None:

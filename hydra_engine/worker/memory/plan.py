@@ -95,7 +95,7 @@ class Needs:
     @property
     def wanted_images(self) -> int:
         """Number of largest spans for which the image cache is sized by default, if the memory allows."""
-        return max(TYPICAL_IMAGES, self.config.media.max_images)
+        return max(TYPICAL_IMAGES, self.config.media.max_images or 0)
 
     def flag(self, kind: str) -> str:
         """The flag that sets the size of a cache (`kind`: kv or image); empty if none does."""
@@ -473,9 +473,6 @@ def _images(needs: Needs, max_bytes: int, beside_bytes: int, reasons: list[str])
         num_blocks = min(needs.wanted_images * per_image, max_bytes // block_bytes)
         waiting = "" if Role.P in needs.role else ", until other instances have fetched them"
         reasons.append(f"image cache: room for {num_blocks // per_image} of the largest images{waiting}")
-    fitting = num_blocks // per_image
-    if fitting < needs.config.media.max_images:
-        reasons.append(f"a request with more than {fitting} of the largest images does not fit the image cache")
     return CacheSize("image", num_blocks, block_bytes, per_image, "one largest picture", needs.flag("image"))
 
 

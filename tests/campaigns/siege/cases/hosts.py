@@ -16,7 +16,7 @@ from tests.campaigns.siege.hosts import SERVER
 from tests.campaigns.siege.oracles import Finding
 from tests.campaigns.siege.stage import Case, Stage
 
-_OF_REQUEST = 16  # pictures
+_OF_REQUEST, _MANY = 16, 100  # pictures
 _numbers = itertools.count()
 
 
@@ -32,8 +32,8 @@ def _url(path: str, name: str = "") -> str:
 
 
 async def answers(paths: tuple[str, ...], stage: Stage) -> list[Finding]:
-    """Two requests of alice's with 16 pictures each; bob's stream beside."""
-    asked = [_with_urls(_url(path) for path, _ in zip(itertools.cycle(paths), range(_OF_REQUEST))) for _ in range(2)]
+    """Two requests of alice's with many pictures each; bob's stream beside."""
+    asked = [_with_urls(_url(path) for path, _ in zip(itertools.cycle(paths), range(_MANY))) for _ in range(2)]
     async with beside((stage.alice.post(CHAT, body) for body in asked), 0.3) as others:
         findings = oracles.bystander(*await stage.golden(1))
         told = [await other for other in others]
@@ -43,7 +43,7 @@ async def answers(paths: tuple[str, ...], stage: Stage) -> list[Finding]:
 
 async def tls(stage: Stage) -> list[Finding]:
     """A greeting that has no end, a byte a record."""
-    body = _with_urls(f"https://n{next(_numbers)}.test/x" for _ in range(_OF_REQUEST))
+    body = _with_urls(f"https://n{next(_numbers)}.test/x" for _ in range(_MANY))
     return oracles.theirs([await stage.alice.post(CHAT, body)])
 
 

@@ -65,6 +65,20 @@ async def measured_first(stage: Stage) -> list[Finding]:
     return findings + [Finding("blame", f"too long: {answer.status} {answer.code}")] * (answer.status != 400)
 
 
+async def many_pictures(stage: Stage) -> list[Finding]:
+    """Twenty large pictures and a thousand small ones: refused. Then four requests of two hundred, beside bob's."""
+    rng, alice = stage.rng, stage.alice
+    large = [one_bit(5_800, rng.randrange(1 << 30)) for _ in range(20)]
+    small = [noise(rng, 8, 8) for _ in range(40)]
+    findings = []
+    for pictures, code in ((large, "image_too_large"), (small * 25, "too_many_images")):
+        answer = await alice.post(CHAT, _with_pictures(*pictures))
+        if (answer.status, answer.code) != (400, code):
+            findings.append(Finding("blame", f"{len(pictures)} pictures: {answer.status} {answer.code}"))
+    theirs = [_with_pictures(*(noise(rng, 8, 8) for _ in range(200))) for _ in range(4)]
+    return findings + await _beside(stage, theirs, CHAT, _with_pictures(noise(rng, 40, 41)), CHAT, "picture")
+
+
 async def texts(stage: Stage) -> list[Finding]:
     rng, path = stage.rng, "/tokenize"
     theirs = [{"model": "demo", "prompt": _text(rng, 130_000)} for _ in range(40)]
@@ -118,6 +132,7 @@ CASES = [
     Case("turns", "pictures", pictures),
     Case("turns", "videos", videos, alone=True),
     Case("turns", "measured first", measured_first),
+    Case("turns", "many pictures", many_pictures),
     Case("turns", "texts", texts),
     Case("turns", "large bodies", bodies),
 ]
