@@ -17,7 +17,8 @@ from hydra_engine.config import SHAPES, EngineConfig
 from hydra_engine.models.internvl.spec import build_internvl
 from hydra_engine.models.llava.spec import build_llava
 from hydra_engine.models.llava_next.spec import build_llava_next
-from hydra_engine.models.minicpmv.spec import Marks, MiniCpmVisionSpec, Slicing
+from hydra_engine.models.minicpmv.slicing_spec import Marks, Slicing
+from hydra_engine.models.minicpmv.spec import MiniCpmVisionSpec
 from hydra_engine.models.specs.assemble import ModelFiles
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.fields import Fields

@@ -134,7 +134,7 @@ def test_tiled_families_show_one_view_at_low_detail(directory: Any) -> None:
     """Published sizes: tiles of 448 or 336 pixels."""
     from hydra_engine.models.internvl.spec import arrangements_of
     from hydra_engine.models.llava_next.spec import PINPOINTS
-    from hydra_engine.models.minicpmv.spec import Slicing
+    from hydra_engine.models.minicpmv.slicing_spec import Slicing
     from hydra_engine.models.specs.vision import within_budget
 
     low = AS_CONFIGURED.for_detail("low")

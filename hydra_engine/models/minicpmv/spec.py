@@ -1,30 +1,31 @@
 """MiniCPM-V 4.6: a tower for pictures of any shape, merging 2 x 2 neighbours twice, and pictures cut into slices.
 
 Knows config.json, the settings of the picture and video processors, and the marks around pictures, which are named in
-the tokenizer's config. A picture is encoded whole, resized to about `scale` squared pixels, and if it has more, also as
-a grid of slices of about that size: as many as its pixels fill, in the grid nearest to its shape (LLaVA-UHD, section
-3.1). Rounding is that of transformers' processor, floats between integers.
+the tokenizer's config.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
 
-from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
-from hydra_engine.errors import CheckpointError, InvalidImage
+from hydra_engine.errors import CheckpointError
+from hydra_engine.models.minicpmv.slicing_spec import (
+    MAX_SCALE,
+    MAX_SLICES,
+    Marks,
+    Pair,
+    SlicedVisionSpec,
+    Slicing,
+)
 from hydra_engine.models.specs.assemble import ModelFiles, model_spec, with_model_type
 from hydra_engine.models.specs.base import (
-    ItemPlan,
     MediaPlan,
     ModelSpec,
     PreprocessSpec,
     TowerAttention,
     VideoInfo,
     VideoPlan,
-    View,
-    VisionSpec,
     no_videos,
 )
 from hydra_engine.models.specs.decoder import build_language
@@ -40,72 +41,6 @@ from hydra_engine.models.specs.vision import (
     tower_config,
     tower_shape,
 )
-
-MAX_ASPECT = 200  # beyond, one picture could become thousands of tokens: its shorter side is never below one cell
-
-
-@dataclass(frozen=True, slots=True)
-class Slicing:
-    """Settings of the cut. `scale` squared is the target number of pixels of a picture or slice, `cell` the side of one
-    token in pixels. Sizes are (width, height), grids (rows, columns). `max_slices` 1: no slices. A small picture counts
-    as one that fills `min_slices`."""
-
-    scale: int
-    cell: int
-    max_slices: int
-    min_slices: int = 1
-
-    def with_budget(self, budget: PixelBudget) -> Slicing:
-        """Returns a slicing with fewer slices, down to none, or with more for small pictures. The picture of the whole
-        is not counted and keeps its size."""
-        if budget == AS_CONFIGURED:
-            return self
-        most, least = self.max_slices, self.min_slices
-        if budget.max_pixels is not None:
-            most = max(1, min(most, budget.max_pixels // self.scale**2))
-        if budget.min_pixels is not None:
-            least = max(1, budget.min_pixels // self.scale**2)
-        return replace(self, max_slices=most, min_slices=min(least, most))
-
-    def fit_size(self, width: int, height: int) -> tuple[int, int]:
-        """Returns the size in whole cells with about `scale` squared pixels and about this shape."""
-        if max(width, height) > MAX_ASPECT * min(width, height):
-            raise InvalidImage(
-                f"a picture of {width} x {height} pixels is too long for this model; it takes up to {MAX_ASPECT} to 1",
-                code="image_aspect_ratio",
-            )
-        aspect = width / height
-        rows = int(self.scale / math.sqrt(aspect))
-        return _nearest(int(rows * aspect), self.cell), _nearest(rows, self.cell)
-
-    def grid(self, width: int, height: int) -> tuple[int, int] | None:
-        """Returns the grid of slices; None for a picture that is not cut."""
-        target = min(max(-(-width * height // self.scale**2), self.min_slices), self.max_slices)
-        if target <= 1:
-            return None
-        shape = math.log(width / height)
-        best, least = (1, 1), math.inf
-        for count in (target - 1, target, target + 1):
-            if not 1 < count <= self.max_slices:
-                continue
-            for rows in (n for n in range(1, count + 1) if count % n == 0):
-                error = abs(shape - math.log(count // rows / rows))
-                if error < least or (error == least and rows > best[0]):
-                    best, least = (rows, count // rows), error
-        return best
-
-    def slice_size(self, width: int, height: int, grid: tuple[int, int]) -> tuple[int, int]:
-        rows, columns = grid
-        return self.fit_size(_nearest(width, columns) // columns, _nearest(height, rows) // rows)
-
-    def max_cells(self) -> int:
-        """Maximum number of cells of a picture or slice of any accepted shape. Of all pictures with a number of rows
-        the lowest has the most columns, so only the heights at which rounding adds a row are tried."""
-        longest = math.sqrt(MAX_ASPECT)
-        least, most = max(int(self.scale / longest), 1), int(self.scale * longest)
-        turns = (half * self.cell // 2 + more for half in range(1, 2 * most // self.cell + 2, 2) for more in (0, 1))
-        heights = [least, *(height for height in turns if least < height <= most)]
-        return max(_nearest(self.scale**2 // h, self.cell) * _nearest(h, self.cell) for h in heights) // self.cell**2
 
 
 def one_frame_a_second(num_frames: int, fps: float, most: int) -> tuple[int, ...]:
@@ -129,51 +64,21 @@ def _spread(count: int, most: int) -> list[int]:
     return [int(index * step) for index in range(most - 1)] + [count - 1 if most > 1 else 0]
 
 
-def _nearest(length: int, unit: int) -> int:
-    """Returns the multiple of `unit` nearest to `length`, halves to even, at least one."""
-    return max(round(length / unit), 1) * unit
-
-
 HYBRID = "qwen3_5_text"  # the released checkpoints' decoder, and transformers' default
-MAX_ROUNDS, MAX_SLICES, MAX_SCALE = 8, 1024, 1 << 14  # beyond any processor's limits
+MAX_ROUNDS = 8  # beyond any checkpoint's
 MODES = {"4x": 1, "16x": 2}  # rounds of merging 2 x 2 neighbours, counted with the one inside the tower
 TOWER_DEFAULTS = TowerSpec(  # MiniCPMV4_6VisionConfig's
     hidden_size=768, num_layers=12, num_heads=12, intermediate_size=3072, hidden_act="gelu_pytorch_tanh", norm_eps=1e-6
 )
 
-Pair = tuple[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Marks:
-    """Pairs of tokens around the features of a picture, of a slice, and around a picture's number."""
-
-    picture: Pair
-    slice: Pair
-    number: Pair | None  # None: pictures are not numbered
-
-
-class SlicedPicture(NamedTuple):
-    """A picture as tower input: the whole, then slices row by row, `columns` in a row."""
-
-    views: tuple[View, ...]
-    whole: ItemPlan
-    slices: tuple[ItemPlan, ...] = ()
-    columns: int = 0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MiniCpmVisionSpec(VisionSpec):
+class MiniCpmVisionSpec(SlicedVisionSpec):
     """MiniCPM-V's tower and slicing. The tower merges 2 x 2 patches after layer `insert_layer` (None: nowhere), then
     `num_rounds` more times after its last layer; the results are the tokens. `max_frames` limits a video."""
 
-    tower: TowerSpec
-    patch_size: int
-    num_positions: int  # along each side of the table of learned positions
     insert_layer: int | None
     num_rounds: int
-    marks: Marks
-    images: Slicing
     videos: Slicing | None
     max_frames: int
     max_slice_tokens: int  # of a picture of the whole too
@@ -182,6 +87,9 @@ class MiniCpmVisionSpec(VisionSpec):
     def all_rounds(self) -> int:
         """Number of mergers: 4 ** all_rounds patches make one token."""
         return self.num_rounds + (self.insert_layer is not None)
+
+    def num_tokens(self, num_patches: int) -> int:
+        return num_patches // 4**self.all_rounds
 
     @property
     def attention(self) -> TowerAttention:
@@ -199,11 +107,6 @@ class MiniCpmVisionSpec(VisionSpec):
     @property
     def max_patches_per_image(self) -> int:
         return self.max_tokens_per_image * 4**self.all_rounds
-
-    def plan_image(self, width: int, height: int, budget: PixelBudget = AS_CONFIGURED) -> MediaPlan:
-        check_picture(width, height)
-        cut = self._cut(self.images.with_budget(budget), width, height)
-        return MediaPlan(cut.views, self._marked(cut, 1), number=self.marks.number)
 
     def plan_video(self, video: VideoInfo) -> VideoPlan:
         """Plans every frame as a picture, cut and marked; the video has one number."""
@@ -246,37 +149,6 @@ class MiniCpmVisionSpec(VisionSpec):
             width = self.feature_size if index == self.num_rounds - 1 else c
             work += rows * (16 * c * c + 4 * c * width)
         return 2 * work
-
-    def _cut(self, slicing: Slicing, width: int, height: int) -> SlicedPicture:
-        whole = slicing.fit_size(width, height)
-        grid = slicing.grid(width, height)
-        if grid is None:
-            return SlicedPicture((View.whole(*whole),), self._item(whole))
-        rows, columns = grid
-        tile = slicing.slice_size(width, height, grid)
-        canvas = (tile[0] * columns, tile[1] * rows)
-        views = (View.whole(*whole), View(canvas, canvas, (0, 0), tile))
-        return SlicedPicture(views, self._item(whole), (self._item(tile),) * (rows * columns), columns)
-
-    def _item(self, size: tuple[int, int]) -> ItemPlan:
-        width, height = size
-        rows, columns = height // self.patch_size, width // self.patch_size
-        return ItemPlan(width, height, 1, rows * columns, rows * columns // 4**self.all_rounds, (1, rows, columns))
-
-    def _marked(self, cut: SlicedPicture, times: int) -> tuple[str | ItemPlan, ...]:
-        """Returns marks around every item, with line breaks between rows of slices, repeated for each of `times`
-        frames."""
-        (opening, closing), (slice_opening, slice_closing) = self.marks.picture, self.marks.slice
-        parts: list[str | ItemPlan] = []
-        text = ""
-        for _ in range(times):
-            parts += [text + opening, cut.whole]
-            text = closing
-            for index, tile in enumerate(cut.slices):
-                line_break = "\n" if index and index % cut.columns == 0 else ""
-                parts += [text + line_break + slice_opening, tile]
-                text = slice_closing
-        return (*parts, text)
 
 
 def build_minicpmv(files: ModelFiles) -> ModelSpec:

@@ -24,7 +24,8 @@ from transformers.models.minicpmv4_6.video_processing_minicpmv4_6 import MiniCPM
 from transformers.video_utils import VideoMetadata
 
 from hydra_engine.errors import CheckpointError, InvalidImage, InvalidRequest
-from hydra_engine.models.minicpmv.spec import MAX_ASPECT, MiniCpmVisionSpec, Slicing, one_frame_a_second
+from hydra_engine.models.minicpmv.slicing_spec import MAX_ASPECT, Slicing
+from hydra_engine.models.minicpmv.spec import MiniCpmVisionSpec, one_frame_a_second
 from hydra_engine.models.specs.base import DeltaShape, ItemPlan, MediaPlan, VideoInfo
 from hydra_engine.preprocess.media.images import render
 from tests.models.specs.model_dirs import Json, ModelDir, Size, awkward_sizes, changed
