@@ -50,6 +50,7 @@ FAMILIES = {
         "OpenGVLab/InternVL2-1B, 2B, 8B, 26B, 40B, InternVL2_5-1B to 78B, InternVL3-1B to 78B, InternVL3_5-1B to 38B",
         "pictures in tiles",
     ),
+    "minicpmv": ("MiniCPM-V 2.6", "openbmb/MiniCPM-V-2_6", "pictures in slices"),
     "minicpmv4_6": ("MiniCPM-V 4.6", "openbmb/MiniCPM-V-4.6", "pictures in slices, videos"),
     "generic": (
         "anything else",

@@ -53,6 +53,7 @@ FAMILIES = (
     "qwen3_5",
     "qwen3_5_moe",
     "internvl",
+    "minicpmv",
     "minicpmv4_6",
     "hybrid",
 )  # besides the ordinary two

@@ -90,6 +90,7 @@ CASES: dict[str, tuple[str, tuple[str, str], str]] = {
     "llava-tower": ("llava", TOWER, "vision_tower.encoder.layers"),
     "llava_next-tower": ("llava_next", TOWER, "vision_tower.encoder.layers"),
     "internvl-tower": ("internvl", TOWER, "vision_tower.encoder.layer"),
+    "minicpmv2_6-tower": ("minicpmv", TOWER, "vision_tower.encoder.layers"),
     "minicpmv-tower": ("minicpmv4_6", TOWER, "vision_tower.encoder.layers"),
     "qwen2_vl-tower": ("qwen2_vl", ("vision_config", "depth"), "visual.blocks"),
     "qwen2_5_vl-tower": ("qwen2_5_vl", ("vision_config", "depth"), "visual.blocks"),

@@ -80,7 +80,14 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("family", "quantization"),
-    [("llava", "auto"), ("qwen2_5_vl", "int4"), ("internvl", "int8"), ("minicpmv4_6", "auto"), ("qwen3_moe", "int4")],
+    [
+        ("llava", "auto"),
+        ("qwen2_5_vl", "int4"),
+        ("internvl", "int8"),
+        ("minicpmv", "int8"),
+        ("minicpmv4_6", "auto"),
+        ("qwen3_moe", "int4"),
+    ],
 )
 def test_what_is_mapped_is_what_was_packed(
     checkpoint: CheckpointFactory,

@@ -26,7 +26,7 @@ from tests.preprocess.in_process import preprocessor_of
 from tools.miniatures import make_tiny
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
-TILED = ("llava_next", "internvl", "minicpmv4_6")
+TILED = ("llava_next", "internvl", "minicpmv", "minicpmv4_6")
 FAMILIES = ("llava", *TILED, *QWEN)
 
 

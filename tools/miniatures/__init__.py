@@ -24,6 +24,7 @@ from tools.miniatures.llava import LLAVA
 from tools.miniatures.llava_next import LLAVA_NEXT
 from tools.miniatures.llava_siglip import LLAVA_ONEVISION, LLAVA_PHI3
 from tools.miniatures.minicpmv import MINICPMV
+from tools.miniatures.minicpmv2_6 import MINICPMV_2_6
 from tools.miniatures.paddleocr_vl import PADDLEOCR_VL
 from tools.miniatures.qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from tools.miniatures.qwen3_vl import QWEN3_5, QWEN3_5_MOE, QWEN3_VL, QWEN3_VL_MOE
@@ -48,6 +49,7 @@ TINY: dict[str, TinyFamily] = {
     "llava_next": LLAVA_NEXT,
     "internvl": INTERNVL,
     "internvl_chat": INTERNVL_CHAT,
+    "minicpmv": MINICPMV_2_6,
     "minicpmv4_6": MINICPMV,
     "qwen2_vl": QWEN2_VL,
     "qwen2_5_vl": QWEN2_5_VL,

@@ -6,6 +6,7 @@ import json
 import struct
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ def chat_template(image: str = IMAGE_TOKEN, video: str = "") -> str:
 class TinyFamily:
     """`build_config(text, vision, overrides)` makes transformers' config; `extra_tokens` follow the shared vocabulary
     (ids from TINY_VOCABULARY on); `save_processor(directory, config, tokenizer)` writes tokenizer and processor files.
+    `build_model(config)` is the model to save, of a layout without a class in transformers.
     With `says_marks` false its greedy text has none of these tokens, as that of trained models.
     """
 
@@ -69,6 +71,7 @@ class TinyFamily:
     template: str = chat_template()
     with_images: bool = True
     says_marks: bool = True
+    build_model: Callable[[Any], Any] | None = None
 
 
 def make_checkpoint(
@@ -86,7 +89,8 @@ def make_checkpoint(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         auto = transformers.AutoModelForImageTextToText if family.with_images else transformers.AutoModelForCausalLM
-        model = auto.from_config(config, dtype=torch.float32)
+        build = family.build_model or partial(auto.from_config, dtype=torch.float32)
+        model = build(config)
         for name, parameter in model.named_parameters():
             randomise(name, parameter.data)
             if _is_centred(config.get_text_config(), name):

@@ -162,7 +162,7 @@ def attention_pieces(cu_seqlens: Sequence[int], num_heads: int, most: int) -> It
 Grid = tuple[int, int, int]  # (time, rows, columns) in patches; time is 1 for every item
 
 _MAX_SPANS = 64  # of pictures in a padded batch, padding not counted
-_FILLERS = 2  # pictures of padding at most
+NUM_FILLERS = 2  # pictures of padding at most
 
 
 class Packing(NamedTuple):
@@ -212,7 +212,7 @@ def tower_input(
 def spans_in(capacity: int, granule: int) -> int:
     """Upper bound of the number of segments in a batch padded to `capacity` patches: pictures of at least `granule`
     patches, no more than 64, and two of padding."""
-    return min(capacity // granule, _MAX_SPANS) + _FILLERS
+    return min(capacity // granule, _MAX_SPANS) + NUM_FILLERS
 
 
 def pad_with_grids(grids: Sequence[Grid], capacity: int, merge: int) -> list[Grid] | None:

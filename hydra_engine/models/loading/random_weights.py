@@ -16,8 +16,8 @@ from torch import Tensor
 
 from hydra_engine.models.vlm import VisionLanguageModel
 
-_VISION = ("vision", "visual", "projector", "merger")
-_LAST_NORM = ("language_model.norm.weight", "language_model.model.norm.weight")
+_VISION = ("vision", "visual", "projector", "merger", "resampler", "vpm")
+_LAST_NORM = ("language_model.norm.weight", "language_model.model.norm.weight", "llm.model.norm.weight")
 # A layer of a stack, and the matrices whose products are added to its rows, two of them in each layer.
 _LAYER = re.compile(r"^(.*?\.)?(?:layers|blocks|layer)\.(\d+)\.")
 _ADDED = ("o_proj", "out_proj", "attn.proj", "projection_layer", "down_proj", "fc2")
@@ -28,7 +28,7 @@ def randomise(name: str, tensor: Tensor, generator: torch.Generator | None = Non
     """Draws in place: norms near 1, biases near 0; the decoder mixes enough to keep its text out of a loop."""
     if name == "model.norm.weight" or name.endswith(_LAST_NORM):
         mean, deviation = 0.5, 0.05  # the last norm: logits near 1, of which float32 rounding is far below 1e-4
-    elif "norm" in name or "layrnorm" in name or "ln_q" in name:
+    elif "norm" in name or "layrnorm" in name or "ln_" in name:
         mean, deviation = (1.0 if name.endswith("weight") else 0.0), 0.1
     elif tensor.dim() == 1:
         mean, deviation = 0.0, 0.1

@@ -75,6 +75,11 @@ class Slicing:
         rows, columns = grid
         return self.fit_size(_nearest(width, columns) // columns, _nearest(height, rows) // rows)
 
+    @property
+    def max_side(self) -> int:
+        """Upper bound of the cells along a side of a picture or slice."""
+        return int(self.scale * math.sqrt(MAX_ASPECT) / self.cell) + 1
+
     def max_cells(self) -> int:
         """Maximum number of cells of a picture or slice of any accepted shape. Of all pictures with a number of rows
         the lowest has the most columns, so only the heights at which rounding adds a row are tried."""

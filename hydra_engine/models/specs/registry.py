@@ -18,6 +18,7 @@ from hydra_engine.models.internvl.chat_spec import build_internvl_chat
 from hydra_engine.models.internvl.spec import build_internvl
 from hydra_engine.models.llava.spec import build_llava
 from hydra_engine.models.llava_next.spec import build_llava_next
+from hydra_engine.models.minicpmv.resampler_spec import build_resampled
 from hydra_engine.models.minicpmv.spec import build_minicpmv
 from hydra_engine.models.qwen_vl.spec import build_qwen2_5_vl, build_qwen2_vl, build_qwen3_5, build_qwen3_vl
 from hydra_engine.models.specs.assemble import ModelFiles, model_spec, read_files
@@ -83,6 +84,7 @@ FAMILIES = {
     "llava_next": Family("LlavaNextForConditionalGeneration", build_llava_next, "llava_next.model.LlavaNextVision"),
     "internvl": Family("InternVLForConditionalGeneration", build_internvl, "internvl.model.InternVlVision"),
     "internvl_chat": Family("InternVLChatModel", build_internvl_chat, "internvl.model.InternVlChatVision"),
+    "minicpmv": Family("MiniCPMV", build_resampled, "minicpmv.resampler_model.ResampledVision"),
     "minicpmv4_6": Family("MiniCPMV4_6ForConditionalGeneration", build_minicpmv, "minicpmv.model.MiniCpmVision"),
     "qwen2_vl": Family("Qwen2VLForConditionalGeneration", build_qwen2_vl, "qwen_vl.model.Qwen2Vision"),
     "qwen2_5_vl": Family("Qwen2_5_VLForConditionalGeneration", build_qwen2_5_vl, "qwen_vl.model.Qwen25Vision"),

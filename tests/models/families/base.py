@@ -65,6 +65,7 @@ class FamilyCase:
     quick: bool = True  # its first variant is among the quick tests, else in that of logits alone
     reference: str = ""
     reference_from: str = "5.17"  # of transformers: the first release whose module is known to run
+    load: Callable[[Path, torch.dtype], Any] | None = None  # a reference that is not a class of transformers
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,9 @@ class Reference:
         self.case, self.model_dir = case, model_dir / case.reference
         self._logits: dict[Hashable, Tensor] = {}
         self._generated: dict[Hashable, list[int]] = {}
+        if case.load is not None:
+            self.model = case.load(model_dir, dtype)
+            return
         auto = transformers.AutoModelForImageTextToText
         self.model = auto.from_pretrained(self.model_dir, dtype=dtype, attn_implementation="sdpa").eval()
 

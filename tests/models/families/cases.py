@@ -5,6 +5,7 @@ from tests.models.families.internvl import INTERNVL, INTERNVL_CHAT
 from tests.models.families.llava import LLAVA
 from tests.models.families.llava_next import LLAVA_NEXT
 from tests.models.families.minicpmv import MINICPMV
+from tests.models.families.minicpmv2_6 import MINICPMV_2_6
 from tests.models.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from tests.models.families.qwen3_vl import QWEN3_5, QWEN3_5_MOE, QWEN3_VL, QWEN3_VL_MOE
 
@@ -15,6 +16,7 @@ CASES: dict[str, FamilyCase] = {
         LLAVA_NEXT,
         INTERNVL,
         INTERNVL_CHAT,
+        MINICPMV_2_6,
         MINICPMV,
         QWEN2_VL,
         QWEN2_5_VL,
