@@ -38,7 +38,7 @@ def devices_of(
 
     if text.strip().isdigit():
         count = _checked(int(text), text)
-        kind = _like_here(profile, config)
+        kind = _like_here(profile, config, spec)
         if kind.on_processor and count == 1:
             return {devices.CPU: kind}, Host()
         return {f"cuda:{index}": kind for index in range(count)}, Host(cores=0 if kind.on_processor else _HOST_CORES)
@@ -98,9 +98,10 @@ def _part(part: str, text: str, config: EngineConfig, spec: ModelSpec) -> tuple[
         raise ConfigError(
             f"cannot read --devices {text[:40]!r}; write for example 8, 8xH200 or 2xA100+2xRTX4090", param="devices"
         )
-    dtype = spec.dtype if config.dtype == "auto" else config.dtype
-    device = find_device(match["kind"].strip())
-    return int(match["count"] or 1), device_kind(spec, device, "bfloat16" if dtype == "float32" else dtype)
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if spec.dtype == "float32" else spec.dtype
+    return int(match["count"] or 1), device_kind(spec, find_device(match["kind"].strip()), dtype)
 
 
 def _checked(count: int, text: str) -> int:
@@ -109,7 +110,7 @@ def _checked(count: int, text: str) -> int:
     return count
 
 
-def _like_here(path: Path | None, config: EngineConfig) -> DeviceKind:
+def _like_here(path: Path | None, config: EngineConfig, spec: ModelSpec) -> DeviceKind:
     from hydra_engine.profiler.store import model_identity
     from hydra_planner.simulator.costs import costs_of, read_profile
 
@@ -126,6 +127,7 @@ def _like_here(path: Path | None, config: EngineConfig) -> DeviceKind:
                 f"`hydra-engine profile {config.model} --output FILE`",
                 param="profile",
             )
+        _check_settings(path, profile, config, spec)
         if (busy := busy_note(profile.other_load)) is not None:
             raise ResourceError(
                 f"no plan from {path.name}, for its step times would mislead: {busy}. End the other programs, then "
@@ -133,6 +135,24 @@ def _like_here(path: Path | None, config: EngineConfig) -> DeviceKind:
                 param="profile",
             )
     return _kind(profile, costs_of(profile, source))
+
+
+def _check_settings(path: Path, profile: Profile, config: EngineConfig, spec: ModelSpec) -> None:
+    """Raises ConfigError if the profile was measured with other settings of the kernels than the plan's."""
+    identity = profile.identity
+    wanted = {
+        "dtype": identity.dtype if config.dtype == "auto" else config.dtype,
+        "kv_cache_dtype": "int8" if config.cache.kv_cache_dtype == "int8" else "",
+        "quantization": "" if spec.at_load is None else config.quantization,
+    }
+    for field, value in wanted.items():
+        measured, flag = getattr(identity, field) or "none", f"--{field.replace('_', '-')}"
+        if (value or "none") != measured:
+            raise ConfigError(
+                f"the profile {path.name} was measured with {flag} {measured}, and this plan has {value or 'none'}; "
+                f"measure one with the plan's {flag}: `hydra-engine profile {config.model} --output FILE`",
+                param="profile",
+            )
 
 
 def _measured_here(config: EngineConfig) -> StepCosts:

@@ -9,6 +9,7 @@ Simulates deployments of the real scheduler, router and migration in virtual tim
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import sys
@@ -27,6 +28,7 @@ from hydra_engine.config import EngineConfig, ServerConfig
 from hydra_engine.config.options import MEDIA_LIMITS, all_options
 from hydra_engine.errors import ConfigError
 from hydra_engine.preprocess.model_files import find_model_files
+from hydra_planner.commands.output import check_output
 
 if TYPE_CHECKING:  # `--help` needs none
     from hydra_planner.search.candidates import Candidate
@@ -139,15 +141,23 @@ def _check(arguments: argparse.Namespace) -> None:
             "load's name such as --workload textcaps",
             param="workload",
         )
-    if arguments.objective == "cost" and not (arguments.rate and arguments.rate > 0):
+    rate = arguments.rate
+    if arguments.objective == "cost" and not (rate and 0 < rate < math.inf):
         raise ConfigError("--objective cost needs --rate, in requests per second", param="rate")
+    if arguments.objective != "cost" and rate is not None:
+        raise ConfigError("--rate is for --objective cost; without it a plan looks for the highest rate", param="rate")
     if not 1 <= arguments.seeds <= 20:
         raise ConfigError("--seeds must be between 1 and 20", param="seeds")
-    for name, folder in (("output", arguments.output and arguments.output.parent),):
-        if folder is not None and not folder.is_dir():
-            raise ConfigError(f"--{name}: there is no folder {folder}", param=name)
+    if arguments.topologies is not None and not arguments.topologies.split():
+        raise ConfigError("--topologies names none; leave it out to try all", param="topologies")
+    if arguments.output is not None:
+        check_output(arguments.output)
     if arguments.pictures is not None:
         _drawing()
+        try:
+            arguments.pictures.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--pictures {arguments.pictures}: {error.strerror}", param="pictures") from error
 
 
 def _drawing() -> Any:

@@ -22,6 +22,7 @@ from hydra_engine.core.plans import LanguageLoad
 from hydra_engine.errors import ConfigError
 from hydra_engine.preprocess.model_files import find_model_files
 from hydra_engine.profiler.other_load import busy_note
+from hydra_planner.commands.output import check_output
 
 if TYPE_CHECKING:  # `--help` needs neither
     from hydra_engine.profiler.fit import CorunTimes
@@ -52,8 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     log.configure(config.log_level, log_format=config.log_format)
     output: Path | None = arguments.output
-    if output is not None and not output.parent.is_dir():
-        raise ConfigError(f"--output {output}: there is no folder {output.parent}", param="output")
+    if output is not None:
+        check_output(output)
     if arguments.seconds is not None and not 0 < arguments.seconds < 3600:
         raise ConfigError("--seconds must be more than 0 and less than an hour", param="seconds")
     os.environ.setdefault(*_OPENMP_IDLE)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from hydra_engine.errors import ConfigError
+from hydra_planner.commands.output import check_output
 
 if TYPE_CHECKING:  # `--help` needs none
     from hydra_planner.papers.results import Experiment, Scale, Stored
@@ -51,6 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.output is not None and len(chosen) != 1:
         raise ConfigError("--output takes the result of one experiment", param="output")
+    if arguments.output is not None:
+        check_output(arguments.output)
     for experiment in chosen:
         stored = _result_of(experiment, scale)
         sys.stdout.write("\n".join(_told(experiment, stored)) + "\n")

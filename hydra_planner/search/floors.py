@@ -33,6 +33,19 @@ def floor_of(surface: CostSurface, work: Work) -> Floor:
     return Floor(max(encodes, default=0.0), prefill_s, surface.language_s(LanguageLoad(1, work.prompt)))
 
 
+def check_lengths(question: Question) -> None:
+    """Raises ConfigError if requests are longer than what the model takes, which a server refuses."""
+    most = question.config.max_model_len or question.spec.max_model_len
+    lengths = [work.prompt + work.output for work in works(question.spec, question.rows)]
+    if longer := [length for length in lengths if length > most]:
+        raise ConfigError(
+            f"{len(longer)} of {len(lengths)} requests of the workload have more than the {most} tokens that this "
+            f"deployment takes, the longest {max(longer)} with its answer; leave them out, or plan for a longer "
+            "--max-model-len or another model",
+            param="workload",
+        )
+
+
 def check_reachable(question: Question) -> None:
     """Raises ConfigError where more requests than may miss a limit cannot keep it on the best of these devices,
     naming the stage, by how much, and the device."""

@@ -18,7 +18,7 @@ from hydra_engine.core.instances import Role, Topology
 from hydra_engine.errors import ConfigError, ResourceError
 from hydra_planner.search.candidates import Candidate, candidates
 from hydra_planner.search.estimate import bound_of, seconds_of
-from hydra_planner.search.floors import check_reachable
+from hydra_planner.search.floors import check_lengths, check_reachable
 from hydra_planner.search.halving import Effort, Entry, Progress, measure_goodputs, race, requests_at
 from hydra_planner.search.load import repeats
 from hydra_planner.search.measure import SHARE, Point, Question, measure
@@ -113,6 +113,7 @@ def make_plan(
     """`rate`: requests per second, for the least cost. `chosen`: only these candidates. Raises ConfigError where no
     deployment can keep the limits, with the stage that misses them and by how much."""
     effort, question = lasting(effort, question), replace(question, cold=_COLD, to_the_end=False)
+    check_lengths(question)
     search = Search(question, effort, progress, request_seconds(question))
     if objective == "offline":
         return _offline(search, chosen)

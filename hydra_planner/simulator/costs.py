@@ -138,7 +138,9 @@ def read_profile(path: Path) -> Profile:
     try:
         outer = msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
         profile = msgspec.json.decode(outer["profile"], type=Profile)
-    except (OSError, KeyError, msgspec.DecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"the profile {path.name} cannot be read: {error.strerror}", param="profile") from error
+    except (KeyError, msgspec.DecodeError) as error:
         raise ConfigError(
             f"{path.name} is no profile of this version of the engine: {error}", param="profile"
         ) from error

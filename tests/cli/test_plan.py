@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,6 +72,19 @@ def test_a_plan_is_printed_explained_and_written(here: Here, profile: Path, tmp_
         (("--workload", "pope", "--devices", "2xH200", "--tpot-slo", "0.01ms"), "no topology keeps the time between"),
         (("--workload", "pope", "--devices", "8xH200", "--launch"), "--launch needs 8 devices, and this machine has"),
         (("--workload", "pope", "--devices", "2xH200", "--topologies", "E+P+D"), "3 instances without a device"),
+        (("--workload", "pope", "--devices", "2xH200", "--topologies", "E+D"), "no instance for stage P"),
+        (("--workload", "pope", "--devices", "2xH200", "--topologies", " "), "--topologies names none"),
+        (
+            ("--workload", "pope", "--devices", "2xH200", "--dtype", "float32"),
+            "knows bfloat16 and float16, not float32",
+        ),
+        (("--workload", "pope", "--devices", "2xH200", "--max-model-len", "32"), "requests of the workload have more"),
+        (("--workload", "pope", "--objective", "cost", "--rate", "inf"), "needs --rate"),
+        (("--workload", "pope", "--rate", "3"), "--rate is for --objective cost"),
+        (("--workload", "pope", "--output", "/"), "that is a folder"),
+        (("--workload", "pope", "--output", "/nowhere/plan.json"), "there is no folder /nowhere"),
+        (("--workload", "pope", "--profile", "/nowhere.json"), "the profile nowhere.json cannot be read"),
+        (("--workload", "pope", "--pictures", "/dev/null/plan"), "--pictures /dev/null/plan: "),
         (("--workload", "pope", "--devices", "2xH200", "--price", "H200"), "write dollars for an hour of one device"),
         (("--workload", "pope", "--devices", "2xH200", "--price", "H200=0"), "write dollars for an hour of one device"),
         (("--workload", "pope", "--devices", "2xH200", "--price", "A100=2"), "the plan has no A100-80GB, only H200"),
@@ -78,8 +92,46 @@ def test_a_plan_is_printed_explained_and_written(here: Here, profile: Path, tmp_
 )
 def test_bad_input_is_one_sentence(here: Here, flags: tuple[str, ...], message: str) -> None:
     done = here("plan", "demo", *flags)
-    assert done.returncode != 0 and not done.stdout
+    assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_load_without_requests_or_with_what_the_model_does_not_take_is_refused(here: Here, tmp_path: Path) -> None:
+    path = tmp_path / "load.jsonl"
+    video = '{"at_s":0,"prompt_tokens":4,"output_tokens":2,"videos":[[64,64,8,2.0,0]]}\n'
+    for row, message in (("", "has no requests"), (video, "this model takes no videos")):
+        path.write_text(f'{{"format":"hydra-engine workload","version":1}}\n{row}')
+        done = here("plan", "demo", "--workload", str(path), "--devices", "2xH200")
+        assert (done.returncode, done.stdout) == (2, "") and message in done.stderr
+
+
+def test_a_model_without_a_tower_is_refused_pictures_and_encoders(here: Here, tmp_path: Path) -> None:
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "vocab_size": 512}
+    config |= {"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config |= {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "silu"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for flags, message in (
+        (("pope",), "the workload has pictures, and the model has no vision tower"),
+        (("chat", "--topologies", "E+PD"), "this model has no vision tower, so e0 would have nothing to do"),
+    ):
+        done = here("plan", str(tmp_path), "--load-format", "random", "--devices", "2xH200", "--workload", *flags)
+        assert (done.returncode, done.stdout) == (2, "") and message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--dtype", "bfloat16"), "--dtype float32, and this plan has bfloat16"),
+        (("--kv-cache-dtype", "int8"), "--kv-cache-dtype none, and this plan has int8"),
+        (("--quantization", "int4"), "--quantization none, and this plan has int4"),
+    ],
+)
+def test_a_profile_of_other_settings_is_refused(
+    here: Here, profile: Path, flags: tuple[str, ...], message: str
+) -> None:
+    done = here("plan", "demo", "--workload", "pope", "--profile", str(profile), *flags)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"the profile profile.json was measured with {message}" in done.stderr
 
 
 def test_a_workload_with_holes_is_refused_by_its_line(here: Here, tmp_path: Path) -> None:

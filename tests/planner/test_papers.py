@@ -210,5 +210,7 @@ def test_what_needs_a_gpu_has_no_result_to_write(tmp_path: Path, capsys: pytest.
     assert "to measure  python -m bench.serve ablation" in capsys.readouterr().out
     assert main(["reproduce", "heteroserve-t7", "--output", str(tmp_path / "x")]) != 0
     assert "no result here" in capsys.readouterr().err
+    assert main(["reproduce", "heteroserve-t3", "--output", str(tmp_path)]) == 2
+    assert "that is a folder" in capsys.readouterr().err
     assert main(["reproduce", "heteroserve-t9"]) != 0
     assert "did you mean heteroserve-t" in capsys.readouterr().err
