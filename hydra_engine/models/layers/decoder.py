@@ -440,19 +440,9 @@ def angles_at(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _axes(spec: LanguageSpec) -> Tensor:
-    """Axis of `positions` that rotates each pair, [D/2] int64: 0 time, 1 row, 2 column; any for pairs that are not
-    rotated. Sections are contiguous (Qwen2-VL), or interleaved, with time in the pairs that rows and columns leave
-    (Qwen3-VL)."""
-    assert spec.rope_sections is not None
-    num_turning = sum(spec.rope_sections)
-    axes = torch.zeros(spec.head_dim // 2, dtype=torch.int64)
-    turning = axes[:num_turning]
-    if not spec.rope_interleaved:
-        turning[:] = torch.repeat_interleave(torch.arange(3), torch.tensor(spec.rope_sections))
-    else:
-        for axis in (1, 2):
-            turning[axis : 3 * spec.rope_sections[axis] : 3] = axis
-    return axes
+    """Axis of `positions` that rotates each pair, [D/2] int64; 0 for pairs that are not rotated."""
+    still = spec.head_dim // 2 - len(spec.rope_axes)
+    return torch.tensor((*spec.rope_axes, *[0] * still))
 
 
 def frequencies(spec: LanguageSpec) -> Tensor:

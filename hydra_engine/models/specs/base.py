@@ -26,14 +26,16 @@ LayerKind = Literal["attention", "delta"]
 class View(NamedTuple):
     """The cut of one source picture into pictures for the tower, as integers.
 
-    The source is resized to `resize` and placed with its corner at (left, top) on a black canvas (negative: cropped);
-    the canvas is cut into tiles of one size, row by row. Sizes are (width, height) in pixels."""
+    The source is resized to `resize`, after `before` (bicubically) if that is set, and placed with its corner at (left,
+    top) on a black canvas (negative: cropped); the canvas is cut into tiles of one size, row by row. Sizes are (width,
+    height) in pixels."""
 
     resize: tuple[int, int]
     canvas: tuple[int, int]
     corner: tuple[int, int]  # (left, top)
     tile: tuple[int, int]
     source: int = 0  # which of several source pictures: the frames of a video
+    before: tuple[int, int] | None = None
 
     @classmethod
     def whole(cls, width: int, height: int, source: int = 0) -> View:
@@ -200,7 +202,7 @@ class LanguageSpec:
     hidden_act: str = "silu"
     rope_parameters: dict[str, object] = field(default_factory=dict)
     rope_sections: tuple[int, int, int] | None = None  # pairs per axis (time, row, column) of the rotated ones
-    rope_interleaved: bool = False  # axes of pairs are interleaved instead of in three sections
+    rope_axes: tuple[int, ...] = ()  # axis that turns each rotated pair, if there are sections
     rotary_dim: int | None = None  # number of rotated values of a head, its first ones; None: all
     output_gate: bool = False  # the output of attention is multiplied by a gate, projected with the queries
     centred_norms: bool = False  # norms multiply by 1 + weight, but for the one inside a delta net

@@ -219,7 +219,7 @@ def build_language(config: Fields, *, tie_embeddings: bool, nested: bool, mrope:
         hidden_act=activation(config, "hidden_act", "silu"),
         rope_parameters=rope.parameters,
         rope_sections=rope.sections,
-        rope_interleaved=rope.interleaved,
+        rope_axes=rope.axes,
         rotary_dim=rope.rotary_dim if rope.rotary_dim < head_dim else None,
         output_gate=defaults.hybrid,
         centred_norms=defaults.hybrid,

@@ -38,7 +38,7 @@ class Rope:
     parameters: dict[str, object]
     theta: float
     sections: Sections | None
-    interleaved: bool
+    axes: tuple[int, ...]  # of every rotated pair, as in `pair_axes`; () without sections
     stretched: int  # positions that yarn reaches; 0 elsewhere
     rotary_dim: int  # of a head's numbers
 
@@ -88,9 +88,21 @@ def rope_settings(
         stretched = int(min(factor * original, LARGEST))
         parameters |= {"factor": factor, "original_max_position_embeddings": original, **_yarn(values, theta, factor)}
     if not mrope:
-        return Rope(parameters, theta, None, False, stretched, rotary_dim)
-    axes = _sections(values, rotary_dim, sections), _interleaved(values, interleaved)
-    return Rope(parameters, theta, *axes, stretched, rotary_dim)
+        return Rope(parameters, theta, None, (), stretched, rotary_dim)
+    found = _sections(values, rotary_dim, sections)
+    mixed = _interleaved(values, interleaved)
+    axes = () if found is None else pair_axes(found, interleaved=mixed)
+    return Rope(parameters, theta, found, axes, stretched, rotary_dim)
+
+
+def pair_axes(sections: Sections, *, interleaved: bool) -> tuple[int, ...]:
+    """Returns the axis that turns each pair: 0 time, 1 row, 2 column. Sections are contiguous (Qwen2-VL), or
+    interleaved, with time in the pairs that rows and columns leave (Qwen3-VL)."""
+    if not interleaved:
+        return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+    return tuple(
+        axis if axis and index < 3 * sections[axis] else 0 for index in range(sum(sections)) for axis in (index % 3,)
+    )
 
 
 def rope_section(config: Fields) -> Fields:

@@ -108,7 +108,8 @@ def test_published_qwen3_moe() -> None:
 
 def test_published_flat_qwen2_5_vl() -> None:
     spec = built(QWEN2_5_VL_7B)
-    assert (spec.rope_sections, spec.rope_interleaved, spec.max_position) == ((16, 24, 24), False, 128000)
+    assert (spec.rope_sections, spec.max_position) == ((16, 24, 24), 128000)
+    assert spec.rope_axes == (0,) * 16 + (1,) * 24 + (2,) * 24
     assert spec.attention_bias and not spec.output_bias and not spec.qk_norm
     assert spec.rope_parameters == {"rope_type": "default", "rope_theta": 1e6}
     assert spec.num_parameters() == 7_615_616_512  # Qwen2.5 7B
@@ -180,7 +181,7 @@ def test_dynamic_scaling_is_the_default_as_far_as_contexts_go() -> None:
 def test_sections() -> None:
     vl = {**SMALL, "model_type": "qwen3_vl_text"}
     spec = built({**vl, "rope_parameters": {"mrope_section": [8, 4, 4], "mrope_interleaved": True}})
-    assert (spec.rope_sections, spec.rope_interleaved) == ((8, 4, 4), True)
+    assert (spec.rope_sections, spec.rope_axes) == ((8, 4, 4), (0, 1, 2) * 4 + (0,) * 4)
     assert built({**vl, "head_dim": 128}).rope_sections == (24, 20, 20)
     assert "has 20 pairs, but a head turns 16" in refusal({**vl, "rope_scaling": {"mrope_section": [8, 4, 8]}})
     for wrong in ([8, 8], [8, 4, 4.0], [20, -2, -2], "xyz", [True, 8, 7]):
@@ -189,13 +190,13 @@ def test_sections() -> None:
         )
     runs = {"mrope_section": [8, 4, 4], "mrope_interleaved": False}
     assert "mrope_interleaved" in refusal({**vl, "rope_scaling": runs})
-    assert not built({**SMALL, "model_type": "qwen2_vl_text", "rope_scaling": runs}).rope_interleaved
+    assert not built({**SMALL, "model_type": "qwen2_vl_text", "rope_scaling": runs}).rope_axes[1]
     assert built({**SMALL, "model_type": "qwen2"}).rope_sections is None
 
 
 def test_sections_are_of_the_pairs_that_turn() -> None:
     config = {**SMALL, "model_type": "qwen3_5_text", "head_dim": 256, "full_attention_interval": 2}
-    assert built(config).rope_sections == (11, 11, 10) and built(config).rope_interleaved
+    assert built(config).rope_sections == (11, 11, 10) and built(config).rope_axes[:3] == (0, 1, 2)
     half = {"partial_rotary_factor": 0.5, "mrope_section": [24, 20, 20]}
     assert built({**config, "rope_parameters": half}).rope_sections == (24, 20, 20)
     assert "has 32 pairs, but a head turns 64" in refusal({**config, "rope_parameters": {"partial_rotary_factor": 0.5}})

@@ -113,7 +113,7 @@ def test_the_published_2b(tmp_path: Path) -> None:
     language, vision = spec.language, spec.vision
     assert (spec.family, spec.dtype, spec.max_model_len) == ("qwen3_5", "bfloat16", 262144)
     assert (spec.image_token_id, spec.video_token_id, spec.eos_token_ids) == (248056, 248057, (248044,))
-    assert (language.rope_sections, language.rope_interleaved, language.rotary_dim) == ((11, 11, 10), True, 64)
+    assert (language.rope_sections, language.rope_axes[:3], language.rotary_dim) == ((11, 11, 10), (0, 1, 2), 64)
     assert language.layer_kinds == ("delta", "delta", "delta", "attention") * 6 and language.tie_embeddings
     assert language.delta == DeltaShape(16, 16, 128, 128, 4)
     assert isinstance(vision, Qwen3VlVisionSpec) and vision.num_planes == 1

@@ -292,7 +292,7 @@ def test_published_models(
     spec, vision = load_spec(directory.path), directory.vision()
     assert (spec.family, spec.dtype, spec.max_model_len) == ("qwen3_vl", "bfloat16", 262144)
     assert (spec.image_token_id, spec.video_token_id, spec.eos_token_ids) == (151655, 151656, (151645,))
-    assert (spec.language.rope_sections, spec.language.rope_interleaved) == ((24, 20, 20), True)
+    assert (spec.language.rope_sections, spec.language.rope_axes[:3]) == ((24, 20, 20), (0, 1, 2))
     assert (vision.num_parameters(), spec.language.num_parameters()) == (vision_parameters, language_parameters)
     assert (vision.num_planes, vision.max_tokens_per_image, vision.max_tokens_per_item) == (planes, 16384, 16384)
     assert vision.plan_image(1920, 1080).num_tokens == 60 * 34
