@@ -51,6 +51,7 @@ FAMILIES = {
         "pictures in tiles",
     ),
     "minicpmv": ("MiniCPM-V 2.6", "openbmb/MiniCPM-V-2_6", "pictures in slices"),
+    "openpangu_vl": ("openPangu-VL", "FreedomIntelligence/openPangu-VL-7B", "pictures of any size, videos"),
     "minicpmv4_6": ("MiniCPM-V 4.6", "openbmb/MiniCPM-V-4.6", "pictures in slices, videos"),
     "generic": (
         "anything else",

@@ -18,17 +18,17 @@ from tools.miniatures.base import MIXTURE, TEXT, TinyFamily, make_checkpoint
 from tools.miniatures.ernie4_5_vl import ERNIE4_5_VL_MOE
 from tools.miniatures.gemma3 import GEMMA3
 from tools.miniatures.glm import GLM4V, GLM4V_MOE, GLM46V, GLM_OCR
-from tools.miniatures.idefics3 import IDEFICS3
 from tools.miniatures.internvl import INTERNVL, INTERNVL_CHAT
 from tools.miniatures.llava import LLAVA
 from tools.miniatures.llava_next import LLAVA_NEXT
 from tools.miniatures.llava_siglip import LLAVA_ONEVISION, LLAVA_PHI3
 from tools.miniatures.minicpmv import MINICPMV
 from tools.miniatures.minicpmv2_6 import MINICPMV_2_6
+from tools.miniatures.openpangu import OPENPANGU
 from tools.miniatures.paddleocr_vl import PADDLEOCR_VL
 from tools.miniatures.qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from tools.miniatures.qwen3_vl import QWEN3_5, QWEN3_5_MOE, QWEN3_VL, QWEN3_VL_MOE
-from tools.miniatures.smolvlm import SMOLVLM
+from tools.miniatures.smolvlm import IDEFICS3, SMOLVLM
 
 
 def _text_only(model_type: str) -> TinyFamily:
@@ -51,6 +51,7 @@ TINY: dict[str, TinyFamily] = {
     "internvl_chat": INTERNVL_CHAT,
     "minicpmv": MINICPMV_2_6,
     "minicpmv4_6": MINICPMV,
+    "openpangu_vl": OPENPANGU,
     "qwen2_vl": QWEN2_VL,
     "qwen2_5_vl": QWEN2_5_VL,
     "qwen3_vl": QWEN3_VL,

@@ -529,7 +529,7 @@ class PatchMerger:
     """Concatenates the rows of each token, `width` values in all, and applies a norm and an MLP. The norm is of the
     concatenated rows if `norm_merged`, else of each single row before they are concatenated."""
 
-    def __init__(self, norm: LayerNorm | RmsNorm, mlp: Mlp, width: int, *, norm_merged: bool) -> None:
+    def __init__(self, norm: Callable[[Tensor], Tensor], mlp: Mlp, width: int, *, norm_merged: bool) -> None:
         self._norm, self._mlp, self._width, self._norm_merged = norm, mlp, width, norm_merged
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -114,6 +114,10 @@ class Scope:
     def full_name(self, name: str) -> str:
         return self._prefix + name
 
+    def holds(self, name: str) -> bool:
+        """True if the checkpoint's names are known and this tensor is among them."""
+        return self._prefix + name in (self._demands.tensor_names or ())
+
     def skip(self, *prefixes: str) -> None:
         """Declares prefixes of tensors that the checkpoint may have and that are not read."""
         self._demands.unneeded += [self._prefix + prefix for prefix in prefixes]

@@ -142,12 +142,16 @@ class Qwen2Vision(GridVision):
     def __init__(self, scope: Scope, spec: Qwen2VisionSpec) -> None:
         scope = scope.child("visual")
         super().__init__(scope, spec)
-        merger, width = scope.child("merger"), spec.merged_size
-        norm = (RmsNorm if spec.tower.rms_norms else LayerNorm)(
-            merger.child("ln_q"), spec.tower.hidden_size, spec.tower.norm_eps
-        )
-        mlp = Mlp(merger, ("mlp.0", "mlp.2"), width, width, spec.feature_size, "gelu")
-        self._merger = PatchMerger(norm, mlp, width, norm_merged=False)
+        self._merger = qwen2_merger(scope.child("merger"), spec, LayerNorm, spec.feature_size)
+
+
+def qwen2_merger(
+    scope: Scope, spec: GridVisionSpec, norm: type[LayerNorm | RmsNorm], num_out: int, before: RmsNorm | None = None
+) -> PatchMerger:
+    """Makes the merger of Qwen2-VL and of towers alike. `before` is a norm that precedes the merger's own."""
+    own, width = norm(scope.child("ln_q"), spec.tower.hidden_size, spec.tower.norm_eps), spec.merged_size
+    mlp = Mlp(scope, ("mlp.0", "mlp.2"), width, width, num_out, "gelu")
+    return PatchMerger(own if before is None else lambda x: own(before(x)), mlp, width, norm_merged=False)
 
 
 _EDGES = 64  # windows at the edges of the pictures of a padded batch
@@ -158,9 +162,11 @@ class Windows(NamedTuple):
     sizes: Int64s  # of the windows, in patches
 
 
-class Qwen25Vision(Qwen2Vision):
-    def __init__(self, scope: Scope, spec: Qwen2VisionSpec) -> None:
-        super().__init__(scope, spec)
+class WindowVision(GridVision):
+    """A tower most of whose layers attend within windows."""
+
+    def __init__(self, scope: Scope, spec: GridVisionSpec, *, names: LayerNames = LAYER) -> None:
+        super().__init__(scope, spec, names=names)
         self._tower = spec.tower
         self._window = self._tower.window_tokens**2 * self.granule  # patches of a whole one
 
@@ -187,12 +193,20 @@ class Qwen25Vision(Qwen2Vision):
         return min(capacity // self.granule, 2 * capacity // self._window + _EDGES)
 
     def __call__(self, inputs: TowerInput) -> tuple[Tensor, ...]:
-        (features,) = super().__call__(inputs)
-        return (features.index_select(0, inputs.indices[3]),)
+        return tuple(plane.index_select(0, inputs.indices[3]) for plane in super().__call__(inputs))
 
     def _embedded(self, inputs: TowerInput) -> Tensor:
         rows = super()._embedded(inputs)
         return rows.view(-1, self.granule, rows.shape[1]).index_select(0, inputs.indices[2]).view(rows.shape)
+
+
+class Qwen25Vision(WindowVision):
+    renames = QWEN_RENAMES
+
+    def __init__(self, scope: Scope, spec: Qwen2VisionSpec) -> None:
+        scope = scope.child("visual")
+        super().__init__(scope, spec)
+        self._merger = qwen2_merger(scope.child("merger"), spec, RmsNorm, spec.feature_size)
 
 
 def cut_windows(grids: Sequence[Grid], merge: int, side: int) -> Windows:

@@ -104,8 +104,12 @@ class GridVisionSpec(VisionSpec):
         layers = num_full * tower.layer_work(num_patches, num_patches)
         layers += (tower.num_layers - num_full) * tower.layer_work(num_patches, seen)
         embeddings = num_patches * self.geometry.patch_values * tower.hidden_size
-        merger = num_patches // merged * self.merged_size * (self.merged_size + self.feature_size) * self.num_planes
-        return 2 * (layers + embeddings + merger)
+        return 2 * (layers + embeddings + num_patches // merged * self.merger_weights)
+
+    @property
+    def merger_weights(self) -> int:
+        """Weights of the matrices after the layers, each of which multiplies every token once."""
+        return self.merged_size * (self.merged_size + self.feature_size) * self.num_planes
 
     @property
     def max_tokens_per_image(self) -> int:
@@ -116,7 +120,7 @@ class GridVisionSpec(VisionSpec):
         return MediaPlan((View.whole(*size),), (self.geometry.item(size),))
 
 
-def _rope_theta(tower: Fields) -> float:
+def rope_theta(tower: Fields) -> float:
     rope = rope_section(tower)
     kind = rope.text("rope_type", rope.text("type", "axial"))
     if kind not in ("axial", "default"):
@@ -154,13 +158,14 @@ def build_grid_model(
     text: Fields,
     language: LanguageSpec,
     vision: GridVisionSpec,
-    width_field: str = "out_hidden_size",
+    width_field: str | None = "out_hidden_size",
     token_ids: tuple[int, int] = (151655, 151656),
 ) -> ModelSpec:
-    """Builds the spec of a model. `width_field` is the field of the tower's config with the width of its features,
-    `token_ids` the type's placeholders of pictures and videos, where a config has none."""
+    """Builds the spec of a model. `width_field` is the field of the tower's config with the width of its features
+    (None: a projection follows it), `token_ids` the type's placeholders of pictures and videos, where a config has
+    none."""
     tower, config = vision.tower, files.config.section("vision_config")
-    if config.integer(width_field, 3584) != language.hidden_size:
+    if width_field is not None and config.integer(width_field, 3584) != language.hidden_size:
         raise config.wrong_value(width_field, f"{language.hidden_size}, the decoder's hidden size")
     if tower.hidden_size % (4 * tower.num_heads):
         raise CheckpointError(
@@ -239,28 +244,24 @@ def build_qwen2_vl(files: ModelFiles) -> ModelSpec:
         num_heads=vision.integer("num_heads", 16),
         intermediate_size=int(hidden * vision.number("mlp_ratio", 4)),
         hidden_act=activation(vision, "hidden_act", "quick_gelu"),
-        rope_theta=_rope_theta(vision),
+        rope_theta=rope_theta(vision),
     )
     return _build_qwen2(files, "qwen2_vl", tower, width_field="hidden_size", tokens_per_second=0)
 
 
 def build_qwen2_5_vl(files: ModelFiles) -> ModelSpec:
     vision = files.config.section("vision_config")
-    side = vision.integer("spatial_merge_size", 2) * vision.integer("patch_size", 14)
-    window = vision.integer("window_size", 112)
-    if window < side:
-        raise vision.wrong_value("window_size", f"at least {side} pixels, the width of one token")
     tower = QwenTower(
         hidden_size=vision.integer("hidden_size", 3584),
         num_layers=vision.integer("depth", 32, at_most=MAX_LAYERS),
         num_heads=vision.integer("num_heads", 16),
         intermediate_size=vision.integer("intermediate_size", 3420),
         hidden_act=activation(vision, "hidden_act", "silu"),
-        rope_theta=_rope_theta(vision),
+        rope_theta=rope_theta(vision),
         rms_norms=True,
         gated=True,
-        window_tokens=window // side,
-        full_layers=_full_layers(vision),
+        window_tokens=window_tokens(vision),
+        full_layers=full_layers(vision, [7, 15, 23, 31]),
     )
     rate = vision.integer("tokens_per_second", 4)
     return _build_qwen2(files, "qwen2_5_vl", tower, width_field="out_hidden_size", tokens_per_second=rate)
@@ -288,12 +289,21 @@ def _build_qwen2(
     return build_grid_model(files, family, text, language, vision, width_field)
 
 
-def _full_layers(vision: Fields) -> frozenset[int]:
+def window_tokens(vision: Fields) -> int:
+    """Reads the side of a window, in tokens."""
+    side = vision.integer("spatial_merge_size", 2) * vision.integer("patch_size", 14)
+    window = vision.integer("window_size", 112)
+    if window < side:
+        raise vision.wrong_value("window_size", f"at least {side} pixels, the width of one token")
+    return window // side
+
+
+def full_layers(vision: Fields, default: list[int]) -> frozenset[int]:
     """Returns the layers with full attention. Indices beyond the tower's layers are ignored: shortened towers keep the
     whole list."""
     depth = vision.integer("depth", 32, at_most=MAX_LAYERS)
     value = vision.get("fullatt_block_indexes")
-    layers = [7, 15, 23, 31] if value is None else value
+    layers = default if value is None else value
     if not isinstance(layers, list) or any(type(index) is not int or index < 0 for index in layers):
         raise vision.wrong_value("fullatt_block_indexes", "a list of layers, counted from 0")
     return frozenset(index for index in layers if index < depth)
@@ -396,7 +406,7 @@ def _qwen3_vision(files: ModelFiles, family: str, feature_size: int, deepstack_l
             num_heads=tower.integer("num_heads", 16),
             intermediate_size=tower.integer("intermediate_size", 4304),
             hidden_act=activation(tower, "hidden_act", "gelu_pytorch_tanh"),
-            rope_theta=_rope_theta(tower),
+            rope_theta=rope_theta(tower),
         ),
         num_positions=num_positions,
         position_side=int(num_positions**0.5),

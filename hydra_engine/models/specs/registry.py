@@ -20,6 +20,7 @@ from hydra_engine.models.llava.spec import build_llava
 from hydra_engine.models.llava_next.spec import build_llava_next
 from hydra_engine.models.minicpmv.resampler_spec import build_resampled
 from hydra_engine.models.minicpmv.spec import build_minicpmv
+from hydra_engine.models.openpangu.spec import build_openpangu
 from hydra_engine.models.qwen_vl.spec import build_qwen2_5_vl, build_qwen2_vl, build_qwen3_5, build_qwen3_vl
 from hydra_engine.models.specs.assemble import ModelFiles, model_spec, read_files
 from hydra_engine.models.specs.base import ModelSpec
@@ -86,6 +87,7 @@ FAMILIES = {
     "internvl_chat": Family("InternVLChatModel", build_internvl_chat, "internvl.model.InternVlChatVision"),
     "minicpmv": Family("MiniCPMV", build_resampled, "minicpmv.resampler_model.ResampledVision"),
     "minicpmv4_6": Family("MiniCPMV4_6ForConditionalGeneration", build_minicpmv, "minicpmv.model.MiniCpmVision"),
+    "openpangu_vl": Family("OpenPanguVLForConditionalGeneration", build_openpangu, "openpangu.model.OpenPanguVision"),
     "qwen2_vl": Family("Qwen2VLForConditionalGeneration", build_qwen2_vl, "qwen_vl.model.Qwen2Vision"),
     "qwen2_5_vl": Family("Qwen2_5_VLForConditionalGeneration", build_qwen2_5_vl, "qwen_vl.model.Qwen25Vision"),
     "qwen3_vl": Family("Qwen3VLForConditionalGeneration", build_qwen3_vl, "qwen_vl.model.Qwen3VlVision"),

@@ -549,6 +549,10 @@ def render_into(sources: Iterable[Picture], views: Sequence[View], resample: str
 
 
 def _render_tiles(source: Pixels, view: View, resample: str, tiles: npt.NDArray[np.uint8]) -> None:
+    if view.before is not None:
+        whole = np.empty((view.before[1], view.before[0], 3), np.uint8)
+        resize_into(source, view.before, "bicubic", Window(0, 0, *view.before), whole)
+        source = whole
     left, top = view.corner
     width, height = view.tile
     per_row = view.canvas[0] // width

@@ -57,7 +57,13 @@ _CLASSES = {
     "qwen3_5_moe_text": "Qwen3_5Tokenizer",
 }
 _WRONGLY_NAMED = {"qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"}
-_PLAIN = {"llava", "llava_next", "minicpmv4_6", "mistral"}  # tokenizer.json is used whatever class the files name
+_PLAIN = {
+    "llava",
+    "llava_next",
+    "minicpmv4_6",
+    "mistral",
+    "openpangu_vl",
+}  # tokenizer.json is used whatever class the files name
 
 
 def load_tokenizer(model_dir: str | Path, class_name: str | None = None) -> Tokenizer:

@@ -107,12 +107,12 @@ class Prompt:
 
 
 class Reference:
-    """transformers, in float32 unless said otherwise. What it has computed for a prompt it knows from then on, because
-    several backends are compared with it."""
+    """transformers, in float32 unless said otherwise. What it has computed for a prompt it knows from then on,
+    because several backends are compared with it."""
 
     _known: ClassVar[dict[tuple[Path, torch.dtype], Reference]] = {}
 
-    def __init__(self, case: FamilyCase, model_dir: Path, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, case: FamilyCase, model_dir: Path, dtype: torch.dtype) -> None:
         self.case, self.model_dir = case, model_dir / case.reference
         self._logits: dict[Hashable, Tensor] = {}
         self._generated: dict[Hashable, list[int]] = {}
@@ -126,7 +126,7 @@ class Reference:
     def of(cls, case: FamilyCase, model_dir: Path, dtype: torch.dtype = torch.float32) -> Reference:
         key = model_dir, dtype
         if key not in cls._known:
-            cls._known[key] = cls(case, model_dir, dtype)
+            cls._known[key] = cls(case, *key)
         return cls._known[key]
 
     @torch.inference_mode()

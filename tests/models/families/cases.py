@@ -6,6 +6,7 @@ from tests.models.families.llava import LLAVA
 from tests.models.families.llava_next import LLAVA_NEXT
 from tests.models.families.minicpmv import MINICPMV
 from tests.models.families.minicpmv2_6 import MINICPMV_2_6
+from tests.models.families.openpangu import OPENPANGU
 from tests.models.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from tests.models.families.qwen3_vl import QWEN3_5, QWEN3_5_MOE, QWEN3_VL, QWEN3_VL_MOE
 
@@ -18,6 +19,7 @@ CASES: dict[str, FamilyCase] = {
         INTERNVL_CHAT,
         MINICPMV_2_6,
         MINICPMV,
+        OPENPANGU,
         QWEN2_VL,
         QWEN2_5_VL,
         QWEN3_VL,

@@ -53,7 +53,7 @@ def _video(model_dir: Path, clip: Clip) -> tuple[np.ndarray, tuple[int, int, int
     """Patches [P, values], their grid, and the seconds from one temporal patch to the next."""
     settings = json.loads((model_dir / "video_preprocessor_config.json").read_text())
     patch, merge, depth = (settings[name] for name in ("patch_size", "merge_size", "temporal_patch_size"))
-    frames = _sampled(clip, depth)
+    frames = sampled(clip, depth)
     width, height = frames[0].size
     limits = settings["size"]
     size = smart_resize(height, width, patch * merge, limits["shortest_edge"], limits["longest_edge"])
@@ -77,7 +77,7 @@ def _video(model_dir: Path, clip: Clip) -> tuple[np.ndarray, tuple[int, int, int
     return np.stack(rows).astype(np.float32), grid, seconds
 
 
-def _sampled(clip: Clip, depth: int) -> list[Image.Image]:
+def sampled(clip: Clip, depth: int) -> list[Image.Image]:
     """Frames at two a second at most, but four where there are as many; whole temporal patches if any is left out."""
     total = len(clip.frames)
     if clip.fps <= 2 or total <= 4:

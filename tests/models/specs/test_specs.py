@@ -13,7 +13,7 @@ import pytest
 
 from hydra_engine.errors import CheckpointError, InvalidImage
 from hydra_engine.models.llava.spec import LlavaVisionSpec
-from hydra_engine.models.specs.base import ModelSpec
+from hydra_engine.models.specs.base import ModelSpec, View
 from hydra_engine.models.specs.registry import FAMILIES, load_spec
 from tests.models.specs.model_dirs import changed
 
@@ -134,7 +134,7 @@ def test_a_published_checkpoint(published: Directory) -> None:
     vision = published.vision()
     plan, tower = vision.plan_image(500, 20), vision.tower
     assert plan.items == ((336, 336, 1, 576, 576, (1, 24, 24), 0, 0, 0, False, False),)
-    assert plan.views == (((8400, 336), (336, 336), (-4032, 0), (336, 336), 0),)
+    assert plan.views == (View((8400, 336), (336, 336), (-4032, 0), (336, 336)),)
     assert (tower.num_layers, tower.feature_layers, tower.num_active_layers) == (24, (23,), 23)
     assert vision.shortest_edge == 336
     assert (vision.preprocess.resample, vision.preprocess.rescale) == ("bicubic", 1 / 255)
