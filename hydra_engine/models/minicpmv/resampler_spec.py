@@ -22,6 +22,7 @@ from hydra_engine.models.specs.vision import HALF, TowerSpec, check_patches, pro
 VERSION = "2.6"
 HEAD_DIM = 128  # of the resampler's attention
 MAX_QUERIES = 4096  # beyond any checkpoint's
+TERMINATORS = ("<|im_end|>", "<|endoftext|>")  # which the published code ends answers at, whatever the files say
 TOWER_TYPES = ("siglip_vision_model", "siglip")
 
 
@@ -89,14 +90,15 @@ def build_resampled(files: ModelFiles) -> ModelSpec:
     language = build_language(text, tie_embeddings=config.flag("tie_word_embeddings", False), nested=False)
     if language.hidden_size % HEAD_DIM:
         raise config.wrong_value("hidden_size", f"a multiple of {HEAD_DIM}, the width of a head of the resampler")
-    return model_spec(
-        files,
-        "minicpmv",
-        text,
-        language,
-        vision=_vision(config, settings, language.hidden_size),
-        image_token_id=_added_token(files.model_dir, settings.text("unk", "<unk>")),
-    )
+    vision = _vision(config, settings, language.hidden_size)
+    tokens = _added_tokens(files.model_dir)
+    if (placeholder := settings.text("unk", "<unk>")) not in tokens:
+        raise CheckpointError(
+            f"tokenizer.json has no added token {placeholder[:40]!r}, which stands for pictures in prompts"
+        )
+    spec = model_spec(files, "minicpmv", text, language, vision=vision, image_token_id=tokens[placeholder])
+    ends = (tokens[content] for content in TERMINATORS if content in tokens)
+    return replace(spec, eos_token_ids=tuple(dict.fromkeys((*spec.eos_token_ids, *ends))), pictures_in_place=True)
 
 
 def _check_version(config: Fields) -> None:
@@ -178,13 +180,11 @@ def _marks(settings: Fields) -> Marks:
     )
 
 
-def _added_token(model_dir: Path, content: str) -> int:
-    """Returns the id of an added token, which config.json does not name."""
+def _added_tokens(model_dir: Path) -> dict[str, int]:
+    """Returns the ids of the added tokens, which config.json does not name, by content."""
     tokenizer = read_json(model_dir, "tokenizer.json")
     tokens = tokenizer.get("added_tokens")
-    for token in tokens if isinstance(tokens, list) else []:
-        if isinstance(token, dict) and token.get("content") == content:
-            return Fields(token, f"added_tokens of {tokenizer.where}").integer("id", at_least=0)
-    raise CheckpointError(
-        f"{tokenizer.where} has no added token {content[:40]!r}, which stands for pictures in prompts"
-    )
+    if not isinstance(tokens, list) or not all(isinstance(token, dict) for token in tokens):
+        raise tokenizer.wrong_value("added_tokens", "a list of objects")
+    fields = [Fields(token, f"added_tokens of {tokenizer.where}") for token in tokens]
+    return {token.text("content"): token.integer("id", at_least=0) for token in fields}

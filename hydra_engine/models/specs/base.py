@@ -435,6 +435,7 @@ class ModelSpec:
     video_token_id: int | None = None  # None: the family takes no videos
     tokenizer_class: str | None = None  # chosen by AutoTokenizer, for models through transformers
     trust_remote_code: bool = False  # code that comes with the model may be run
+    pictures_in_place: bool = False  # among the texts of a message if the chat template reads text only; else first
     no_images_because: str = ""  # of a model that has a vision part and is run without
     quantization: Quantization | None = None  # of the stored weights
     at_load: Quantization | None = None  # of the decoder's matrices, quantised at load

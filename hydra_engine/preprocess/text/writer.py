@@ -57,6 +57,7 @@ class TextSpec:
     tokenizer_class: str | None
     has_vision: bool
     processor: ProcessorSpec | None
+    pictures_in_place: bool = False
 
     @classmethod
     def from_spec(cls, spec: ModelSpec) -> TextSpec:
@@ -68,6 +69,7 @@ class TextSpec:
             spec.tokenizer_class,
             spec.vision is not None,
             spec.processor,
+            spec.pictures_in_place,
         )
 
 
@@ -94,6 +96,7 @@ class Writer:
                 video_token,
                 other_marks=ends if feature_token is None else (feature_token, *ends),
                 has_processor=spec.has_vision,
+                pictures_in_place=spec.pictures_in_place,
             )
             for text in templates
         )
@@ -173,7 +176,8 @@ _PROBING = TemplateOptions(add_generation_prompt=False)
 class ChatTemplate:
     """A model's chat template. Some templates read a message's content as a string, some as a list of parts, some
     differ by role, and some read arguments of tool calls as objects, others as text: rendering a probe once per role
-    finds out which. `has_processor`: transformers would use a processor, not only the tokenizer."""
+    finds out which. `has_processor`: transformers would use a processor, not only the tokenizer.
+    `pictures_in_place`: see `ModelSpec`."""
 
     def __init__(
         self,
@@ -184,8 +188,10 @@ class ChatTemplate:
         *,
         other_marks: Sequence[str] = (),
         has_processor: bool = True,
+        pictures_in_place: bool = False,
     ) -> None:
         self.text = template
+        self._pictures_in_place = pictures_in_place
         self._has_processor = has_processor
         self._tokenizer = tokenizer
         self._tokens = {"image": image_token, "video": video_token}
@@ -335,8 +341,8 @@ class ChatTemplate:
             return self._fitting_text(role, content)
         if self._reads_form(role, list):
             return [_part(part.text) if isinstance(part, TextPart) else {"type": part.kind} for part in content]
-        texts = [part.text for part in content if isinstance(part, TextPart)]
-        return "\n".join([*(self._tokens[part.kind] or "" for part in message.media), *texts])
+        order = content if self._pictures_in_place else sorted(content, key=lambda part: isinstance(part, TextPart))
+        return "\n".join(part.text if isinstance(part, TextPart) else self._tokens[part.kind] or "" for part in order)
 
     def _fitting_text(self, role: str, text: str) -> str | list[dict[str, Any]]:
         return [_part(text)] if not self._reads_form(role, str) and self._reads_form(role, list) else text

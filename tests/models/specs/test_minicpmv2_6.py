@@ -87,7 +87,12 @@ IMAGES: Json = {
     "use_image_id": True,
     "version": 2.6,
 }
-TOKENS = [{"content": "<unk>", "id": 128244}, {"content": "<image>", "id": 151646}]
+TOKENS = [
+    {"content": "<unk>", "id": 128244},
+    {"content": "<|endoftext|>", "id": 151643},
+    {"content": "<|im_end|>", "id": 151645},
+    {"content": "<image>", "id": 151646},
+]
 FILES: Json = {
     "config.json": CONFIG,
     "preprocessor_config.json": IMAGES,
@@ -110,7 +115,7 @@ def vision(directory: ModelDir) -> ResampledVisionSpec:
 def test_a_published_checkpoint(published: ModelDir) -> None:
     spec, tower = published.spec(), vision(published)
     assert (spec.family, spec.dtype, spec.max_model_len) == ("minicpmv", "bfloat16", 32768)
-    assert (spec.image_token_id, spec.video_token_id, spec.eos_token_ids) == (128244, None, (151645,))
+    assert (spec.image_token_id, spec.video_token_id, spec.eos_token_ids) == (128244, None, (151645, 151643))
     assert spec.language.attention_bias and not spec.language.qk_norm and spec.language.rope_theta == 1e6
     assert (tower.num_queries, tower.num_heads, tower.num_positions, tower.feature_size) == (64, 28, 70, 3584)
     assert tower.images == Slicing(448, 14, 9) and tower.tower.num_layers == 27
