@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import combinations
@@ -18,7 +19,7 @@ from hydra_planner.simulator.costs import DeviceKind
 from hydra_planner.workload.file import WorkloadRequest
 
 _SHOWN = 24  # rows of the table
-_PRICE = 9  # the column of prices
+_WITHIN, _PRICE = 3, 9  # columns that not every plan has
 
 
 def plan_lines(plan: Plan, question: Question, given: Sequence[str], seconds: float) -> list[str]:
@@ -26,7 +27,7 @@ def plan_lines(plan: Plan, question: Question, given: Sequence[str], seconds: fl
     return [
         *_head(plan, question, given[0]),
         "",
-        *_table(plan),
+        *_table(plan, question),
         "",
         *_verdict(plan, question, given),
         f"{plan.points} loads with {plan.tokens / 1e6:.2f} million tokens were simulated in {seconds:.0f} s.",
@@ -34,7 +35,7 @@ def plan_lines(plan: Plan, question: Question, given: Sequence[str], seconds: fl
 
 
 def _head(plan: Plan, question: Question, model: str) -> Iterator[str]:
-    rows, limits = question.rows, question.limits
+    rows = question.rows
     pictures = sum(len(row.pictures) for row in rows) / len(rows)
     videos = sum(len(row.videos) for row in rows)
     rate = rate_of(rows)
@@ -55,10 +56,16 @@ def _head(plan: Plan, question: Question, model: str) -> Iterator[str]:
             f"work        of a request on {name}: {encode}prefill {1e3 * prefill_s:.3g} ms, "
             f"decode {1e3 * decode_s:.3g} ms in full batches"
         )
-    yield (
-        f"limits      TTFT {1e3 * limits.ttft_s:g} ms, TPOT {1e3 * limits.tpot_limit_s:g} ms, for {SHARE:.0%} of "
-        "the requests"
-    )
+    given = _limits_given(question)
+    if given:
+        told = (f"{name} {1e3 * limit_s:g} ms" for name, limit_s in given.items())
+        yield f"limits      {', '.join(told)}, for {SHARE:.0%} of the requests"
+
+
+def _limits_given(question: Question) -> dict[str, float]:
+    """Seconds; empty for offline plans without limits."""
+    limits = {"TTFT": question.limits.ttft_s, "TPOT": question.limits.tpot_limit_s}
+    return {name: limit_s for name, limit_s in limits.items() if limit_s < math.inf}
 
 
 def _more(kind: DeviceKind) -> str:
@@ -68,7 +75,7 @@ def _more(kind: DeviceKind) -> str:
     return mps if kind.price is None else f"{mps}; ${kind.price:g} each"
 
 
-def _table(plan: Plan) -> Iterator[str]:
+def _table(plan: Plan, question: Question) -> Iterator[str]:
     offline = plan.objective == "offline"
     result = ("last answer", "") if offline else ("goodput", "requests/s")
     columns = [("topology", ""), ("estimate", "requests/s"), result, ("within", "limits")]
@@ -80,6 +87,8 @@ def _table(plan: Plan) -> Iterator[str]:
     cells = [*zip(*columns, strict=True), *shown]
     if all(price is None for price in prices):
         cells = [[*row[:_PRICE], *row[_PRICE + 1 :]] for row in cells]
+    if not _limits_given(question):
+        cells = [[*row[:_WITHIN], *row[_WITHIN + 1 :]] for row in cells]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
         padded = [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:-1], widths[1:-1], strict=True)), row[-1]]
@@ -136,12 +145,8 @@ def _limits(limits: InstanceLimits, *, unlike: bool) -> str:
 
 def serve_flags(plan: Plan, question: Question) -> list[str]:
     """Flags of `hydra-engine serve` for the best topology."""
-    limits = question.limits
-    flags = [
-        f"--topology {plan.best.topology}",
-        f"--ttft-slo {_flag(limits.ttft_s)}",
-        f"--tpot-slo {_flag(limits.tpot_limit_s)}",
-    ]
+    flags = [f"--topology {plan.best.topology}"]
+    flags += [f"--{name.lower()}-slo {_flag(limit_s)}" for name, limit_s in _limits_given(question).items()]
     workers = question.config.media.decode_workers
     if workers != MediaConfig().decode_workers:
         flags.append(f"--decode-workers {workers}")

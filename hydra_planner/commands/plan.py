@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # `--help` needs none
     from hydra_planner.search.measure import Question
     from hydra_planner.search.plan import Plan
 
-_TTFT_S, _TPOT_S = 1.0, 0.05  # default limits
+_TTFT_S, _TPOT_S = 1.0, 0.05  # default limits, but of offline plans, which have none
 _REQUESTS = 400  # of a workload given by name
 _DECIDED = frozenset({"topology", "ttft_slo", "tpot_slo", "decode_workers"})  # by the plan's own flags
 
@@ -185,10 +185,13 @@ def _question(arguments: argparse.Namespace, config: EngineConfig) -> Question:
     rows = read_or_make(text, _REQUESTS, 0)
     spec = load_spec(config.model_path, config.spec_options)
     given = config.scheduler
-    limits = Limits(given.ttft_slo or _TTFT_S, given.tpot_slo or _TPOT_S)
+    offline = arguments.objective == "offline"
+    ttft_s, tpot_s = (math.inf, math.inf) if offline else (_TTFT_S, _TPOT_S)
+    limits = Limits(given.ttft_slo or ttft_s, given.tpot_slo or tpot_s)
     kinds, host = devices_of(arguments.devices, arguments.profile, config, spec)
     kinds = with_prices(with_mps(kinds) if arguments.mps else kinds, arguments.price)
-    return with_decoders(Question(spec, config, kinds, host, rows, limits).limited())
+    question = Question(spec, config, kinds, host, rows, limits)
+    return with_decoders(question if offline else question.limited())
 
 
 def _effort(arguments: argparse.Namespace) -> Effort:

@@ -65,6 +65,8 @@ def reason(entry: Entry, best: Entry) -> str:
     bound = entry.bound
     if not entry.points:
         return f"not simulated: its estimate is {bound.rate:.3g} requests/s, where {bound.stage} has no time left"
+    if entry.points[-1].rate is None:
+        return _later(entry, best)
     failed = [point for point in entry.points if not point.keeps_limits]
     point = failed[0] if failed else entry.points[-1]
     if entry.goodputs:
@@ -75,6 +77,15 @@ def reason(entry: Entry, best: Entry) -> str:
     if failed:
         return f"out in round {entry.rounds}: at {point.rate:.3g} requests/s {misses(point)}"
     return f"out in round {entry.rounds}: kept the limits with less to spare than others"
+
+
+def _later(entry: Entry, best: Entry) -> str:
+    """Returns the reason in a plan for requests that are there at once: by how much the last answer is later."""
+    point = entry.points[-1]
+    rivals = [one for one in best.points if one.requests == point.requests]
+    role = max(point.busy, key=lambda role: max(point.busy[role]))
+    later = point.span_s / rivals[0].span_s - 1
+    return f"the last of {point.requests} answers {later:.0%} later; {role} busy {max(point.busy[role]):.0%}"
 
 
 def misses(point: Point) -> str:

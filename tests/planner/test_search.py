@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -437,6 +439,19 @@ def test_offline_is_the_earliest_last_answer() -> None:
     points = [row.point for row in plan.rows if row.point is not None]
     last = [point.span_s for point in points if point.requests == LITTLE.offline]
     assert len(last) == 2 and points[0].span_s == min(last)
+    assert all("answers" in row.reason for row in plan.rows[1:])
+
+
+def test_a_plan_for_requests_at_once_has_only_the_limits_that_were_given() -> None:
+    lines = {}
+    for limits in (Limits(math.inf, math.inf), Limits(1e-3, math.inf)):
+        asked = replace(question(limits=limits), rows=make_load("mixed", 60, None, 0, scale=0.25))
+        plan = make_plan(asked, LITTLE, quiet, "offline", chosen=pair())
+        lines[limits.ttft_s] = "\n".join(plan_lines(plan, asked, ["demo"], 1.0))
+        assert "later;" in plan.rows[1].reason
+    assert not {"within", "limits", "slo"} & set(re.findall(r"[a-z]+", lines[math.inf]))
+    assert "limits      TTFT 1 ms, for 90%" in lines[1e-3] and "--ttft-slo 1ms" in lines[1e-3]
+    assert "--tpot-slo" not in lines[1e-3]
 
 
 def pair() -> list[Candidate]:
