@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import transformers
+from importlib import import_module
 
-import hydra_transformers.load  # noqa: F401
+from hydra_transformers.deferred import leave_out
 
-for _name in ("AutoModelForImageTextToText", "AutoProcessor", "AutoTokenizer", "GenerationMixin"):
-    getattr(transformers, _name)
+_NAMED = ("AutoModelForImageTextToText", "AutoProcessor", "AutoTokenizer", "GenerationMixin")
+
+leave_out()
+import_module("hydra_transformers.load")
+import_module("torch.fx.experimental.symbolic_shapes")  # which many modules need before they have weights
+for _name in _NAMED:
+    getattr(import_module("transformers"), _name)
