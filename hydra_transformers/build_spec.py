@@ -6,14 +6,13 @@ import functools
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
 
 import msgspec
 
 from hydra_engine.core.processes import launch
-from hydra_engine.core.processes.preloaded import CURRENT, Preloaded
+from hydra_engine.core.processes.preloaded import CURRENT, INHERITED, Preloaded
 from hydra_engine.errors import CheckpointError, ConfigError, from_info
 from hydra_engine.models.specs.assemble import ModelFiles
 from hydra_engine.models.specs.base import ModelSpec
@@ -45,14 +44,26 @@ def _stamp(model_dir: Path) -> tuple[tuple[str, int, int], ...]:
 
 
 @functools.lru_cache(maxsize=8)
-def _describe(model_dir: str, trust_remote_code: bool, _stamp: object) -> ModelSpec:
-    """Runs `describe` in this process if torch is loaded, else (in the frontend) in a separate one."""
+def _describe(model_dir: str, trust_remote_code: bool, stamp: object) -> ModelSpec:
+    """Returns the answer that the frontend has got, if that is known here. Otherwise runs `describe` in this process if
+    torch is loaded, else (in the frontend) in a separate one."""
+    name = _name(model_dir, trust_remote_code, stamp)
+    if (inherited := INHERITED.get(name)) is not None:
+        return msgspec.json.decode(inherited, type=Answer).model_spec()
     if "torch" in sys.modules:
         # Imports transformers' models and torch.
         from hydra_transformers.describe import describe
 
         return describe(Path(model_dir), trust_remote_code=trust_remote_code)
-    return describe_in_process(model_dir, trust_remote_code)
+    spec = describe_in_process(model_dir, trust_remote_code)
+    if (preloaded := CURRENT.get()) is not None:
+        preloaded.bequeath(name, msgspec.json.encode(Answer.from_spec(spec)))
+    return spec
+
+
+def _name(model_dir: str, trust_remote_code: bool, stamp: object) -> str:
+    """Returns the name under which forks inherit the answer."""
+    return f"{__name__}: {(model_dir, trust_remote_code, stamp)}"
 
 
 def describe_in_process(model_dir: str, trust_remote_code: bool) -> ModelSpec:
@@ -73,8 +84,7 @@ def describe_in_process(model_dir: str, trust_remote_code: bool) -> ModelSpec:
         raise CheckpointError(f"transformers failed to read the model (exit status {status})") from None
     if answer.error is not None:
         raise from_info(answer.error)
-    assert answer.spec is not None
-    return replace(answer.spec, vision=answer.vision)
+    return answer.model_spec()
 
 
 def _run(command: list[str], environment: dict[str, str], preloaded: Preloaded | None) -> tuple[bytes, int]:

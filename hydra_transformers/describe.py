@@ -11,9 +11,8 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import torch
@@ -314,7 +313,7 @@ def main() -> None:
     torch.set_num_threads(1)  # there is little to compute
     try:
         spec = describe(Path(sys.argv[1]), trust_remote_code="--trust-remote-code" in sys.argv[2:])
-        answer = Answer(spec=replace(spec, vision=None), vision=cast(GenericVisionSpec | None, spec.vision))
+        answer = Answer.from_spec(spec)
     except HydraError as error:
         answer = Answer(error=error.info())
     sys.stdout.buffer.write(b"\n" + msgspec.json.encode(answer) + b"\n")

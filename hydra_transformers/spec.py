@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
@@ -65,6 +66,14 @@ class Answer(msgspec.Struct):
     spec: ModelSpec | None = None
     vision: GenericVisionSpec | None = None
     error: ErrorInfo | None = None
+
+    @classmethod
+    def from_spec(cls, spec: ModelSpec) -> Answer:
+        return cls(spec=replace(spec, vision=None), vision=cast(GenericVisionSpec | None, spec.vision))
+
+    def model_spec(self) -> ModelSpec:
+        assert self.spec is not None
+        return replace(self.spec, vision=self.vision)
 
 
 # What it raises on pictures, settings and files that it cannot take; their classes say no more than that.

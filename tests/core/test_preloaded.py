@@ -22,11 +22,13 @@ pytestmark = pytest.mark.slow  # processes
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import json, os, signal, sys, time
+from hydra_engine.core.processes.preloaded import INHERITED
 if "wait" in sys.argv: time.sleep(100)
 if "kill" in sys.argv: os.kill(os.getpid(), signal.SIGTERM); os.kill(os.getpid(), signal.SIGABRT)
 found = {
     "argv": sys.argv[1:], "name": __name__, "environment": dict(os.environ), "imported": "colorsys" in sys.modules,
     "descriptors": sorted(int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")),
+    "inherited": INHERITED.get("answer", b"").decode(),
     "leads": os.getsid(0) == os.getpid(), "handler": str(signal.getsignal(signal.SIGCHLD)),
 }
 os.write(7, json.dumps(found).encode())
@@ -73,20 +75,32 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_a_fork_has_its_arguments_environment_and_descriptors_only(start: Start) -> None:
-    first = start("wait")  # of which the second has no descriptor
+def report(start: Start) -> dict[str, Any]:
+    """Runs a fork to its end; returns what it says of itself."""
     reading, writing = os.pipe()
     process = start("a", "b", descriptors={7: writing})
     os.close(writing)
     with open(reading, "rb") as told:
         found: dict[str, Any] = json.loads(told.read())
     assert process.wait() == process.returncode == process.poll() == 5
+    return found
+
+
+def test_a_fork_has_its_arguments_environment_and_descriptors_only(start: Start) -> None:
+    first = start("wait")  # of which the second has no descriptor
+    found = report(start)
     assert found["argv"] == ["a", "b"] and found["name"] == "__main__" and found["imported"]
     assert found["environment"] == {"TOLD": "yes", launch.PARENT: found["environment"][launch.PARENT]}
     assert found["descriptors"] == [0, 1, 2, 7]
     assert found["leads"] and found["handler"] == "0"
     first.kill()
     first.wait()
+
+
+def test_forks_inherit_what_is_left_to_them_and_earlier_ones_do_not(preloaded: Preloaded, start: Start) -> None:
+    assert report(start)["inherited"] == ""
+    preloaded.bequeath("answer", b"42")
+    assert [report(start)["inherited"] for _ in range(2)] == ["42", "42"]
 
 
 def test_exit_codes_are_those_of_popen_and_a_killed_one_is_gone(start: Start) -> None:

@@ -161,6 +161,7 @@ def test_the_frontend_runs_no_torch_and_leaves_no_process(models: Mapping[str, P
         pids = [*processor._host.pids(), engine.instances()[0].pid, engine.frontend._preloaded._process.pid]
         parents = {{int(open(f"/proc/{{pid}}/stat").read().rpartition(")")[2].split()[1]) for pid in pids[:-1]}}
         assert parents == {{pids[-1]}}, "torch and transformers are imported once"
+        assert len(engine.frontend._preloaded._inherited) == 1, "the model is described once"
         engine.close()
         print("torch" in sys.modules, len(first.token_ids), *pids)
     """

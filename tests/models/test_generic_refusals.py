@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import transformers
@@ -25,16 +26,18 @@ from hydra_engine.config import MediaConfig
 from hydra_engine.core.call import ImagePart
 from hydra_engine.core.instances import EPD
 from hydra_engine.core.options import SpecOptions
+from hydra_engine.core.processes.preloaded import INHERITED
 from hydra_engine.errors import CheckpointError, InvalidImage, InvalidRequest
 from hydra_engine.models.build import load_model
 from hydra_engine.models.specs.base import ModelSpec
 from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.preprocess.media.media import MediaLoader
+from hydra_transformers import build_spec
 from hydra_transformers.attention import MaskRule
 from hydra_transformers.build_spec import describe_in_process
 from hydra_transformers.describe import _no_images_because, describe, probe_picture
 from hydra_transformers.processor import PictureProcessor, load_processor
-from hydra_transformers.spec import PROCESSOR_ERRORS, describe_error
+from hydra_transformers.spec import PROCESSOR_ERRORS, Answer, describe_error
 from tools.miniatures import make_tiny
 
 GENERIC = SpecOptions(model_impl="transformers")
@@ -250,6 +253,18 @@ def test_weights_that_are_missing_or_not_finite(copied: Path, reference: Backend
     path.rename(copied / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="the weights are pickle files"):
         load_model(copied, spec, reference, EPD)
+
+
+def test_a_description_is_inherited_until_a_file_changes(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forks of one process have what another one of them has found."""
+    spec = load_spec(copied, GENERIC)
+    inherited = replace(spec, architecture="Inherited")
+    name = build_spec._name(str(copied), False, build_spec._stamp(copied))
+    monkeypatch.setitem(INHERITED, name, msgspec.json.encode(Answer.from_spec(inherited)))
+    build_spec._describe.cache_clear()
+    assert load_spec(copied, GENERIC) == inherited
+    changed_json(copied / "config.json", architectures=["Changed"])
+    assert load_spec(copied, GENERIC).architecture == spec.architecture
 
 
 @pytest.mark.slow

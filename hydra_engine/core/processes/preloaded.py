@@ -61,6 +61,7 @@ class _Job(msgspec.Struct):
     environment: dict[str, str]
     descriptors: list[int]  # the numbers that the sent ones become
     new_session: bool
+    inherited: dict[str, bytes]
 
 
 class _Forked:
@@ -119,6 +120,8 @@ class Preloaded:
         """Starts it with `environment`, without waiting for its imports. Raises OSError."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._lock = threading.Lock()
+        self._inherited: dict[str, bytes] = {}
+        self._has_forked = False
         with theirs:
             try:
                 self._process = subprocess.Popen(
@@ -136,6 +139,11 @@ class Preloaded:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
+    def bequeath(self, name: str, value: bytes) -> None:
+        """Gives forks from now on `value` as `INHERITED[name]`; a few kilobytes."""
+        with self._lock:
+            self._inherited = self._inherited | {name: value}
+
     def fork(
         self,
         command: Sequence[str],
@@ -149,10 +157,11 @@ class Preloaded:
         *_, launcher, module = command[:4]
         assert launcher == "hydra_engine.core.processes.launch", "a command of launch.command"
         numbers = list(descriptors)
-        job = _Job(module, list(command[4:]), dict(environment), numbers, new_session)
+        job = _Job(module, list(command[4:]), dict(environment), numbers, new_session, self._inherited)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs, self._lock:
+                self._has_forked = True
                 sent = [theirs.fileno(), *(descriptors[number] for number in numbers)]
                 socket.send_fds(self._socket, [msgspec.msgpack.encode(job)], sent)
             return _Forked(ours)
@@ -165,7 +174,7 @@ class Preloaded:
         with self._lock:
             self._socket.close()
         try:
-            self._process.wait(_END_SECONDS)
+            self._process.wait(_END_SECONDS if self._has_forked else 0.0)
         except subprocess.TimeoutExpired:  # it still imports
             self._process.kill()
             self._process.wait()
@@ -173,6 +182,7 @@ class Preloaded:
 
 # What `ModelImplementation.build_spec` may fork.
 CURRENT: ContextVar[Preloaded | None] = ContextVar("preloaded", default=None)
+INHERITED: dict[str, bytes] = {}  # in a fork, by `Preloaded.bequeath`
 
 
 # ---- the process that is forked
@@ -272,6 +282,8 @@ def main() -> None:
     gc.enable()
     atexit.register(gc.unfreeze)  # or libraries call it a leak
     job = _Server(socket.socket(fileno=int(descriptor))).serve()
+    # Not of this module, which is __main__, but of the one that others import.
+    import_module("hydra_engine.core.processes.preloaded").INHERITED.update(job.inherited)
     sys.argv[1:] = job.arguments
     runpy.run_module(job.module, run_name="__main__", alter_sys=True)
 
