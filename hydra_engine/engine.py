@@ -25,6 +25,7 @@ from hydra_engine.core.call import GenerationCall, Role
 from hydra_engine.core.instances import InstanceSpec, InstanceState, Topology
 from hydra_engine.core.instances import Role as InstanceRole
 from hydra_engine.core.outputs import Piece, Result
+from hydra_engine.core.processes.preloaded import Preloaded
 from hydra_engine.core.prompting import MediaLimits, TemplateOptions
 from hydra_engine.core.reports import InstanceSummary, LedgerReport, Status
 from hydra_engine.core.sampling import GenerationDefaults, SamplingParams
@@ -124,21 +125,30 @@ class Engine:
         self._start_on_thread(progress)
 
     @classmethod
-    def create_unstarted(cls, config: EngineConfig, ahead: Ahead | None = None) -> Self:
+    def create_unstarted(
+        cls, config: EngineConfig, ahead: Ahead | None = None, preloaded: Preloaded | None = None
+    ) -> Self:
         """Returns an engine for the server: `astart` starts it on the caller's loop. The instance has its own process,
-        one of `ahead` if that is given."""
+        one of `ahead` or a fork of `preloaded` if that is given."""
         engine = cls.__new__(cls)
-        engine._prepare(config, processes=True, ahead=ahead)
+        engine._prepare(config, processes=True, ahead=ahead, preloaded=preloaded)
         return engine
 
-    def _prepare(self, config: EngineConfig, *, processes: bool, ahead: Ahead | None = None) -> None:
+    def _prepare(
+        self,
+        config: EngineConfig,
+        *,
+        processes: bool,
+        ahead: Ahead | None = None,
+        preloaded: Preloaded | None = None,
+    ) -> None:
         self._owner = Owner()
         self.config = config = find_model_files(config)
         if config.chat_template is not None:
             read_template(config.chat_template)  # raises before gigabytes are read
         self.created = int(time.time())
         self._processes = processes or len(Topology.parse(config.topology).instances) > 1
-        self._ahead = ahead
+        self._ahead, self._preloaded = ahead, preloaded
         self._frontend: Frontend | None = None
         self._closed = False
         use_file = config.generation_config == "auto"
@@ -167,7 +177,13 @@ class Engine:
         await self._start(progress, tell)
 
     async def _start(self, progress: bool | None, tell: Callable[[str], None] | None = None) -> None:
-        self._frontend = Frontend(self.config, processes=self._processes, defaults=self._defaults, ahead=self._ahead)
+        self._frontend = Frontend(
+            self.config,
+            processes=self._processes,
+            defaults=self._defaults,
+            ahead=self._ahead,
+            preloaded=self._preloaded,
+        )
         with LoadProgress(progress, tell) as bar:
             await self._frontend.start(bar.update)
 

@@ -17,6 +17,7 @@ from hydra_engine.preprocess.model_files import find_model_files
 
 if TYPE_CHECKING:
     from hydra_engine.cluster.supervisor import Ahead
+    from hydra_engine.core.processes.preloaded import Preloaded
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -39,23 +40,27 @@ def start(config: EngineConfig, server: ServerConfig) -> int:
     log.never_wait()
     _raise_descriptor_limit()
     # Imported here: other commands do not need these, and errors of the configuration come before the imports.
-    from hydra_engine.cluster.spawn import COMMAND, Spawned, spawn
+    from hydra_engine.cluster.spawn import COMMAND, Spawned, preload, spawn
     from hydra_engine.core.instances import Topology
     from hydra_engine.core.processes.privacy import forbid_access_by_others
+    from hydra_engine.models.specs.registry import modules_to_preload
 
     if server.api_key or server.api_key_file or server.admin_key:
         forbid_access_by_others()
 
-    # Instances load torch during the imports below.
+    # Instances, or the process that they are forks of, load torch during the imports below.
     ahead: dict[str, Spawned] = {}
+    preloaded = preload(modules_to_preload(config.model_impl))
     try:
         if config.model_impl in NATIVE:  # others may be forks of one process
             for name in Topology.parse(config.topology).names:
                 ahead[name] = spawn(COMMAND, name)
-        return _serve(config, server, ahead)
+        return _serve(config, server, ahead, preloaded)
     finally:
         for spawned in ahead.values():
             spawned.discard()
+        if preloaded is not None:
+            preloaded.close()
 
 
 def _raise_descriptor_limit() -> None:
@@ -67,7 +72,7 @@ def _raise_descriptor_limit() -> None:
         log.log_always(f"at most {soft} files can be open at once: {error}")
 
 
-def _serve(config: EngineConfig, server: ServerConfig, ahead: Ahead) -> int:
+def _serve(config: EngineConfig, server: ServerConfig, ahead: Ahead, preloaded: Preloaded | None) -> int:
     import asyncio
 
     from hydra_engine.cli.summary import screen_lines
@@ -75,7 +80,7 @@ def _serve(config: EngineConfig, server: ServerConfig, ahead: Ahead) -> int:
     from hydra_engine.server.runner import serve
 
     log.configure(config.log_level, log_format=config.log_format)
-    engine = Engine.create_unstarted(config, ahead)
+    engine = Engine.create_unstarted(config, ahead, preloaded)
     model_name = server.served_model_name or engine.model_name
 
     def announce(url: str) -> None:

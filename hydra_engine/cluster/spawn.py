@@ -6,6 +6,7 @@ import of torch. Does not know the messages on the sockets.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -17,6 +18,8 @@ from typing import NamedTuple
 from hydra_engine.config import SECRET_VARIABLES
 from hydra_engine.core.processes import launch
 from hydra_engine.core.processes.preloaded import Preloaded, Process
+
+logger = logging.getLogger(__name__)
 
 INSTANCE = "hydra_engine.instance.build"  # what an instance process imports
 COMMAND = launch.command("hydra_engine.cluster.process")
@@ -95,7 +98,19 @@ _EARLY = (
 )
 
 
-def shared_environment() -> dict[str, str]:
+def preload(modules: Sequence[str]) -> Preloaded | None:
+    """Starts a process that imports these modules and what instances import, to be forked for instances and sandboxed
+    processes. Returns None where there are no modules, or it cannot start, which is logged."""
+    if not modules:
+        return None
+    try:
+        return Preloaded([INSTANCE, *modules], _shared_environment())
+    except OSError as error:
+        logger.warning("no process to fork others from could start (%s): each imports %s itself", error, modules)
+        return None
+
+
+def _shared_environment() -> dict[str, str]:
     """Returns the environment of a process that instances and sandboxed processes are forked from: nothing secret."""
     environment = {name: value for name, value in os.environ.items() if name in _SHARED or name.startswith(_EARLY)}
     package_parent = str(Path(__file__).resolve().parents[2])

@@ -20,7 +20,7 @@ from typing import Any
 
 from hydra_engine.clock import Clock, MonotonicClock
 from hydra_engine.cluster.member import InstanceLink
-from hydra_engine.cluster.spawn import INSTANCE, shared_environment
+from hydra_engine.cluster.spawn import INSTANCE, preload
 from hydra_engine.cluster.supervisor import Ahead, Supervisor
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.call import GenerationCall
@@ -70,14 +70,16 @@ class Frontend:
         clock: Clock | None = None,
         supervisor: Supervisor | None = None,
         ahead: Ahead | None = None,
+        preloaded: Preloaded | None = None,
     ) -> None:
+        """`preloaded`: what `spawn.preload` has started early; the frontend closes it."""
         self.config = config
         self.state = "loading"  # or ok, closed
         self.trace = TraceRing()
         self._defaults = defaults
         self._clock = clock or MonotonicClock()
         self._supervisor = supervisor or Supervisor(config, processes=processes, ahead=ahead)
-        self._preloaded: Preloaded | None = None
+        self._preloaded = preloaded
         self._links: dict[str, InstanceLink] = {}
         self._summaries: dict[str, InstanceSummary] = {}  # instances that are down included
         self._on_progress: OnProgress | None = None
@@ -119,14 +121,9 @@ class Frontend:
         options, modules = self.config.spec_options, modules_to_preload(self.config.model_impl)
         if not modules:
             return await asyncio.to_thread(load_spec, self.config.model_path, options)
-        try:
-            self._preloaded = Preloaded([INSTANCE, *modules], shared_environment())
-        except OSError as error:
-            logger.warning("no process to fork others from could start (%s): each imports %s itself", error, modules)
-        self._supervisor.preloaded = self._preloaded
+        self._supervisor.preloaded = self._preloaded = self._preloaded or preload(modules)
         if not self._supervisor.processes:
-            for module in modules:
-                await asyncio.to_thread(import_module, module)
+            await asyncio.to_thread(import_module, INSTANCE)
         context = copy_context()
         context.run(CURRENT.set, self._preloaded)
         spec = await self._loop.run_in_executor(None, context.run, load_spec, self.config.model_path, options)
