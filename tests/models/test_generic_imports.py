@@ -1,4 +1,4 @@
-"""What the processes of the generic adapter leave out of the import of transformers is there when it is used."""
+"""Modules that processes of the generic adapter leave out of the import of transformers: there when they are used."""
 
 from __future__ import annotations
 
