@@ -17,8 +17,8 @@ VARIABLE = "BENCH_BASELINE"
 
 def load() -> RunInstance:
     run = load_instance()
-    from bench.baselines.schedulers import OneLaneScheduler, RequestScheduler
     from bench.baselines.worker import UnslicedWorker
+    from hydra_planner.simulator.schedules import OneLaneScheduler, RequestScheduler
 
     match os.environ[VARIABLE]:
         case "request-level":

@@ -114,6 +114,8 @@ class Deployment:
             next_id=lambda: RequestId(next(ids)),
             report=self._report,
         )
+        if not site.parallel_encodes:
+            self.dispatcher.encode_together(site.config.cluster.router)
         self._stealing = DecodeStealing(site.config, self.dispatcher)
         self.device_of = dict(zip(self._roles, assign_devices(self.topology, site.devices), strict=True))
         self.cluster = SimulatedCluster(site, self.agenda, self._roles, self.device_of, self)

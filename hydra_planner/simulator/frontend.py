@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from hydra_engine.core.ids import RequestId
+from hydra_engine.core.instances import Role
 from hydra_engine.core.messages import Delta, Tokens
 from hydra_engine.core.outputs import Piece
-from hydra_engine.core.request import Request
+from hydra_engine.core.request import ImageItem, Request
 from hydra_engine.frontend.handle import Handle
 from hydra_engine.frontend.request import ActiveRequest
+from hydra_engine.frontend.routing.router import Router
 from hydra_engine.frontend.transitions import Dispatcher, Event
 
 
@@ -60,9 +62,22 @@ def active_of(request: Request, handle: Stamped) -> ActiveRequest:
     return ActiveRequest(request, handle, cast(Any, None), no_text, ())
 
 
+class _OneEncoder(Router):
+    """A router that does not divide the images of a request among encoders."""
+
+    def encoders(self, target: str, images: Sequence[tuple[int, ImageItem]]) -> dict[str, list[int]] | Role:
+        largest = max(images, key=lambda pair: pair[1].num_patches, default=None)
+        chosen = super().encoders(target, [] if largest is None else [largest])
+        return chosen if isinstance(chosen, Role) else {name: [index for index, _ in images] for name in chosen}
+
+
 class TextlessDispatcher(Dispatcher):
     """Does what its base does with tokens about which nothing is to be decided, without pieces and text, in one loop:
     no other code runs as often in a simulation."""
+
+    def encode_together(self, policy: str) -> None:
+        """Has all images of a request encoded by one instance. `policy`: the router's."""
+        self._router = _OneEncoder(self.instances, policy)
 
     def _on_tokens(self, name: str, message: Tokens, now: float) -> None:
         columns = message.request_ids, message.positions, message.token_ids

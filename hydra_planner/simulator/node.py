@@ -41,12 +41,15 @@ FromNode = Callable[["Node", Sequence[ToFrontend]], None]
 @dataclass(frozen=True, slots=True)
 class Site:
     """The node and the model. `devices`: what kind each one is, by name; an instance on "auto" has one of its own, in
-    their order, or where there is one device shares that."""
+    their order, or where there is one device shares that. `scheduler`: another one than the engine's is that of a
+    baseline (`schedules.py`). `parallel_encodes` False: one encoder has all images of a request."""
 
     spec: ModelSpec
     config: EngineConfig
     devices: Mapping[str, DeviceKind]
     host: Host = field(default_factory=Host)
+    scheduler: type[StageScheduler] = StageScheduler
+    parallel_encodes: bool = True
 
 
 class _Inbox:
@@ -136,7 +139,7 @@ class Node:
         self.sizes = sizes_of(site.spec, site.config.for_instance(name, role), kind, role, roles, configs)
         config = self.sizes.config
         connector = PeerConnector(config.scheduler, config.cluster)
-        scheduler = _scheduler(name, role, kind, self.sizes, connector)
+        scheduler = _scheduler(site.scheduler, name, role, kind, self.sizes, connector)
         self.instance = Instance(
             scheduler=scheduler,
             worker=self.worker,
@@ -219,7 +222,9 @@ def _block_bytes(site: Site, kind: DeviceKind) -> dict[str, int]:
     return found
 
 
-def _scheduler(name: str, role: Role, kind: DeviceKind, sizes: Sizes, connector: PeerConnector) -> StageScheduler:
+def _scheduler(
+    made: type[StageScheduler], name: str, role: Role, kind: DeviceKind, sizes: Sizes, connector: PeerConnector
+) -> StageScheduler:
     """Builds the scheduler as instance/build.py does."""
     config, plan = sizes.config, sizes.plan
     limited = config.scheduler.tpot_slo is not None or config.scheduler.ttft_slo is not None
@@ -227,7 +232,7 @@ def _scheduler(name: str, role: Role, kind: DeviceKind, sizes: Sizes, connector:
     budgets = None
     if surface is not None:
         budgets = LatencyBudgets(surface, config.scheduler, num_slices=NUM_SLICES if role.needs_vision else 0)
-    return StageScheduler(
+    return made(
         role,
         CacheManager[RequestId](plan.num_kv_blocks, config.cache.block_size),
         CacheManager[FeatureKey](plan.num_image_blocks, config.cache.image_block_size),

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.baselines import NAMES
-from bench.baselines.schedulers import OneLaneScheduler, RequestScheduler
 from bench.serve.servers import ours, running
 from hydra_engine.scheduler.scheduler import StageScheduler
+from hydra_planner.simulator.schedules import BatchScheduler, OneLaneScheduler, RequestScheduler
 from hydra_terminal.load.pictures import jpeg
 from tests.examples import examples
 from tests.instance.test_instance import Rig
@@ -24,7 +24,7 @@ from tests.scheduler.sim import Img, Simulator, config, expected_tokens, make_re
 from tests.scheduler.stepper import Stepper
 from tests.scheduler.test_progress import minimum_pools, workloads
 
-SCHEDULERS = [StageScheduler, OneLaneScheduler, RequestScheduler]
+SCHEDULERS = [StageScheduler, OneLaneScheduler, RequestScheduler, BatchScheduler]
 
 
 # ---- whole requests
@@ -60,6 +60,20 @@ def test_images_that_exceed_the_cache_together_do_not_block_whole_requests() -> 
     s.add(1, Img(8), 1, Img(8), 1, max_new=1)
     assert s.vision() == [(1, 0)] and s.vision() == []
     assert s.language() == [(1, 9)]
+    s.finish_all()
+
+
+def test_a_batch_runs_to_completion_before_the_next_one_begins() -> None:
+    s = Stepper(scheduler=BatchScheduler, token_budget=64)
+    s.add(0, 5, max_new=2)
+    s.add(1, 3, Img(6), max_new=3)
+    assert s.vision() == [(1, 0)]
+    assert s.language() == [(0, 5), (1, 9)]
+    s.add(2, 5, max_new=2)
+    s.add(3, Img(6), 1, max_new=2)
+    assert s.vision() == [] and s.language() == [(0, 1), (1, 1)]
+    assert s.vision() == [] and s.language() == [(1, 1)]
+    assert s.vision() == [(3, 0)] and s.language() == [(2, 5), (3, 7)]
     s.finish_all()
 
 

@@ -1,14 +1,17 @@
-"""Two schedules: whole requests, as engines without stages have it, and one step of either model at a time."""
+"""Schedules of other engines, to compare ours with: whole requests whose prompts come first, batches of them that run
+to completion, and one step of either model at a time. `bench.baselines` serves with them, and a simulated deployment
+may (`node.Site.scheduler`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from hydra_engine.core.ids import StepId
+from hydra_engine.core.ids import RequestId, StepId
 from hydra_engine.core.plans import EncodeItem, LanguagePlan, VisionPlan
 from hydra_engine.core.state import RequestState
 from hydra_engine.scheduler.budget import Budgets
@@ -53,7 +56,7 @@ class RequestScheduler(StageScheduler):
         del budgets  # they divide a step between stages
         super().__init__(*given, **more)
         config = given[3]
-        self._language = WholePrompts(self._requests, self._budgets, config)
+        self._language = self._whole_prompts = WholePrompts(self._requests, self._budgets, config)
         self._vision = self._first_images = FirstImages(self._requests, self._budgets, config)
 
     @property
@@ -75,13 +78,43 @@ class RequestScheduler(StageScheduler):
         return super().plan_language(now)
 
 
+class BatchScheduler(RequestScheduler):
+    """A scheduler of batches that run to completion: the requests that wait when a batch begins are encoded, prefilled
+    and decoded together, and no other one starts before the last of them has ended."""
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self._batch: set[RequestId] = set()
+        self._first_images.batch = self._whole_prompts.starter.batch = self._batch
+
+    def _begin_batch(self) -> None:
+        """Begins the next batch if the last one has ended."""
+        states = self._requests.states
+        self._batch.intersection_update(states)
+        if not self._batch:
+            oldest = sorted(states.values(), key=attrgetter("order"))
+            self._batch.update(state.request.id for state in oldest[: self._requests.seq_slots.num_seq_slots])
+
+    def plan_vision(self, now: float) -> VisionPlan | None:
+        self._begin_batch()
+        return super().plan_vision(now)
+
+    def plan_language(self, now: float) -> LanguagePlan | None:
+        self._begin_batch()
+        return super().plan_language(now)
+
+
 class FirstImages(VisionPlanner):
-    """Looks only at images of the first `num_requests`."""
+    """Looks only at images of the first `num_requests`, or of those in `batch`."""
 
     num_requests = 0
+    batch: Container[RequestId] | None = None
 
     def _fill(self, states: Iterable[RequestState], now: float, *, may_evict: bool) -> list[EncodeItem]:
-        return super()._fill(islice(states, self.num_requests), now, may_evict=may_evict)
+        if self.batch is None:
+            return super()._fill(islice(states, self.num_requests), now, may_evict=may_evict)
+        chosen = [state for state in states if state.request.id in self.batch]
+        return super()._fill(chosen, now, may_evict=may_evict)
 
 
 class WholePrompts(LanguagePlanner):
@@ -90,7 +123,7 @@ class WholePrompts(LanguagePlanner):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         requests, _, config = given
-        self._starter = WholeStarter(requests, config)
+        self._starter = self.starter = WholeStarter(requests, config)
 
     def plan(self, step_id: StepId, now: float, *, ahead: bool, patches_in_flight: int) -> PlannedStep | None:
         builder = WholeStepBuilder(self._requests, now, ahead=ahead)
@@ -111,13 +144,18 @@ class WholePrompts(LanguagePlanner):
 
 
 class WholeStarter(PrefillStarter):
-    """A request starts when all its images are encoded, the oldest earlier: its images may exceed the cache."""
+    """A request starts when all its images are encoded, the oldest earlier: its images may exceed the cache. `batch`:
+    no others start."""
+
+    batch: Container[RequestId] | None = None
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self._early_limit = 0
 
     def _try_start(self, state: RequestState, step: StepBuilder, num_early: int) -> bool | None:
+        if self.batch is not None and state.request.id not in self.batch:
+            return None
         self._step = step
         return super()._try_start(state, step, num_early)
 
