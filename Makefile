@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE :=
 NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo serve test test-all test-isa coverage siege check docs support bench peers gpu-check gpu-wheels build dist images clean help
+.PHONY: demo serve test test-all test-isa coverage siege check docs support papers bench peers gpu-check gpu-wheels build dist images clean help
 
 help:
 	@echo "make demo    three pictures and a text question through the shipped model"
@@ -19,6 +19,7 @@ help:
 	@echo "make check   format, lint, types, architecture"
 	@echo "make docs    the API reference, in build/docs"
 	@echo "make support the tables of model families and of transformers' types in docs/, from the parity tests"
+	@echo "make papers  the papers' experiments in full and their page, 40 minutes; what the same sources simulated stays"
 	@echo "make bench   the quick benchmarks of this machine, in build/bench or DIR=..."
 	@echo "make peers   llama.cpp, OpenVINO GenAI and vLLM's CPU build for bench.compare, in build/peers: half an hour, 6 GB"
 	@echo "make gpu-check  on a machine with a GPU: builds, tests and measures, in build/gpu-check or DIR=..."
@@ -104,6 +105,10 @@ support: build
 	@$(BIN)/python -m pytest -q -n 2 --dist worksteal -o junit_family=xunit1 --junitxml=build/support.xml $(SUPPORT_TESTS)
 	@$(BIN)/python -m tests.support_table build/support.xml
 	@$(BIN)/python -m tests.transformers_models build/support.xml
+
+# docs/papers.md and bench/results/papers. ARGS=NAME chooses; one that was ended goes on where it was.
+papers: build
+	@$(BIN)/python -m hydra_engine reproduce $(or $(ARGS),all) --full --page docs/papers.md
 
 # The quick set of the micro-benchmarks: a document of each, summary.md and summary.png. DIR=... puts them elsewhere.
 bench: build

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,18 +26,20 @@ if TYPE_CHECKING:  # `--help` needs none
 
 _TREE = Path(__file__).parents[2]
 _RESULTS = _TREE / "bench" / "results" / "papers"
+SIMULATED = "simulated.jsonl"  # all loads, beside the results
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="experiments, or `all`; without a name, lists them")
     group = parser.add_argument_group("reproduce")
-    group.add_argument("--full", action="store_true", help="four times the requests, and all points of a sweep")
+    group.add_argument("--full", action="store_true", help="loads that last, three seeds, and all points of a sweep")
     group.add_argument("--output", type=Path, metavar="FILE", help="also write the result to this file, as JSON")
     group.add_argument(
         "--page",
         type=Path,
         metavar="FILE",
-        help="store the results of NAME in the source tree and write the page of all stored ones (needs matplotlib)",
+        help="store the results of NAME, and the loads behind them, in the source tree and write the page of all "
+        "stored ones (needs matplotlib); loads that the same sources have simulated are not repeated",
     )
 
 
@@ -55,12 +59,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         check_output(arguments.output)
     for experiment in chosen:
-        stored = _result_of(experiment, scale)
+        stored = result_of(experiment, scale)
         sys.stdout.write("\n".join(_told(experiment, stored)) + "\n")
         if arguments.output is not None:
             if stored is None:
                 raise ConfigError(f"{experiment.name} has no result here: {experiment.command}", param="output")
-            arguments.output.write_bytes(_encoded(stored))
+            arguments.output.write_bytes(encoded(stored))
     return 0
 
 
@@ -77,13 +81,20 @@ def _listed(experiments: Sequence[Experiment]) -> Iterator[str]:
         yield f"{experiment.name:{width}}  {experiment.how:15}  {experiment.title}"
 
 
-def _result_of(experiment: Experiment, scale: Scale) -> Stored | None:
-    """Runs the experiment; None if it needs a GPU."""
+def result_of(experiment: Experiment, scale: Scale, keys: set[str] | None = None) -> Stored | None:
+    """Runs the experiment; None if it needs a GPU. `keys`: gets those of its loads."""
     from hydra_planner.papers.results import Stored
+    from hydra_planner.papers.simulations import loads_text
+    from hydra_planner.search.plan import COLD
 
     if experiment.run is None:
         return None
-    return Stored(experiment.name, scale.name, experiment.run(scale))
+    scale.simulations.take_used()
+    result = experiment.run(scale)
+    used = scale.simulations.take_used()
+    if keys is not None:
+        keys.update(used)
+    return Stored(experiment.name, scale.name, result, loads_text(used.values(), COLD))
 
 
 def _told(experiment: Experiment, stored: Stored | None) -> Iterator[str]:
@@ -97,6 +108,8 @@ def _told(experiment: Experiment, stored: Stored | None) -> Iterator[str]:
         yield from text_lines(shown)
     yield ""
     if stored is not None:
+        if stored.loads:
+            yield f"simulated   {stored.loads}"
         yield f"found       {stored.result.finding}"
     if experiment.remark:
         yield f"the paper   {experiment.remark}"
@@ -104,7 +117,7 @@ def _told(experiment: Experiment, stored: Stored | None) -> Iterator[str]:
         yield f"to measure  {experiment.command}"
 
 
-def _encoded(stored: Stored) -> bytes:
+def encoded(stored: Stored) -> bytes:
     return msgspec.json.format(msgspec.json.encode(stored), indent=1) + b"\n"
 
 
@@ -125,15 +138,30 @@ def _write_page(page: Path, chosen: Sequence[Experiment], scale: Scale) -> int:
     if not page.parent.is_dir():
         raise ConfigError(f"--page: there is no folder {page.parent}", param="page")
     draw = _drawing()
-    _RESULTS.mkdir(exist_ok=True)
-    for experiment in chosen:
-        sys.stderr.write(f"{experiment.name}\n")
-        stored = _result_of(experiment, scale)
-        if stored is not None:
-            (_RESULTS / f"{experiment.name}.json").write_bytes(_encoded(stored))
     from hydra_planner.papers.page import PICTURES, page_text
+
+    _RESULTS.mkdir(exist_ok=True)
+    _store(chosen, scale)
 
     results: Mapping[str, Stored] = stored_results()
     draw(results, page.parent / PICTURES)
     page.write_text(page_text(results), encoding="utf-8")
     return 0
+
+
+def _store(chosen: Sequence[Experiment], scale: Scale) -> None:
+    """Stores results and the loads behind them. What ended before it was complete goes on where it was."""
+    from hydra_planner.papers.experiments import EXPERIMENTS
+    from hydra_planner.papers.simulations import Simulations, sources_digest
+
+    simulations = Simulations(_RESULTS / SIMULATED, sources_digest())
+    scale, keys = replace(scale, simulations=simulations), set[str]()
+    for experiment in chosen:
+        began_s = time.monotonic()
+        sys.stderr.write(f"{experiment.name}\n")
+        stored = result_of(experiment, scale, keys)
+        if stored is not None:
+            (_RESULTS / f"{experiment.name}.json").write_bytes(encoded(stored))
+            sys.stderr.write(f"  {time.monotonic() - began_s:.0f} s\n")
+    if len(chosen) == len(EXPERIMENTS):
+        simulations.write(keys)

@@ -1,8 +1,7 @@
 """EPD (arXiv 2501.05460): requests with several large pictures on eight A100; what memory and parallel encodes give.
 
 Its models are MiniCPM-V 2.6 and two InternVL2 (see `models.py`). Its batches of one request a stage, chosen for
-latency, are not set here: ours batch whatever waits. A deployment that encodes the pictures of one request one after
-the other is not among the engine's; one encoder with its part of the load stands for it.
+latency, are not set here: ours batch whatever waits. Parallel encodes are turned off in the simulated frontend.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from hydra_engine.core.plans import LanguageLoad, VisionLoad
 from hydra_engine.errors import ResourceError
 from hydra_planner.papers.deployments import Setup, kind_of
 from hydra_planner.papers.models import spec_of
-from hydra_planner.papers.results import Cell, Result, Scale, table
+from hydra_planner.papers.results import Cell, Result, Scale, leaders, listed, number_of, table
 from hydra_planner.search.settings import Setting
 from hydra_planner.simulator.sizing import Sizes, sizes_of
 
@@ -147,66 +146,128 @@ def kv_sizes() -> Result:
     )
 
 
+def savings() -> Result:
+    """Memory of weights, and of all but free memory, by role on an A100 (section 5.3)."""
+    rows: list[tuple[Cell, ...]] = []
+    for name in MODELS:
+        weights = {letters: _weights(name, letters) for letters in ("EP", "E", "P")}
+        saved = [100 * (1 - weights[letters] / weights["EP"]) for letters in ("E", "P")]
+        rows.append((name, *(number / GB for number in weights.values()), *saved))
+    return Result(
+        table(("model", "E and P GB", "E GB", "P GB", "E saves %", "P saves %"), rows),
+        f"the weights of an encoder are {min(number_of(row[4]) for row in rows):.1f} to "
+        f"{max(number_of(row[4]) for row in rows):.1f} % smaller than those of both stages.",
+    )
+
+
+GB = 1e9
+
+
+def _weights(name: str, letters: str) -> int:
+    sizes = _sizes(name, letters, 8)
+    assert sizes is not None
+    return sizes.plan.weights_bytes
+
+
 # ---- serving
 
-_DEPLOYMENTS = {"EPD": "5E2P1D", "DistServe": "7EP1D", "vLLM": "8EPD"}
+# (layout, schedule) by name. DistServe and vLLM are this engine in their topologies, and with their schedules:
+# an encode and the prefill behind it one after the other, prompts before decodes.
+_DEPLOYMENTS = {
+    "EPD": ("5E2P1D", ""),
+    "DistServe": ("7EP1D", ""),
+    "vLLM": ("8EPD", ""),
+    "DistServe, one lane": ("7EP1D", "one lane"),
+    "vLLM, prefill first": ("8EPD", "prefill first"),
+}
+
+
+_RATES = {"MiniCPM-V 2.6": (0.8, 1.6), "InternVL2-8B": (0.2, 0.4), "InternVL2-26B": (0.1, 0.2)}  # for each device
+_FEWER = (60, 200)  # requests of a load: each is many encodes
 
 
 def attainment(scale: Scale) -> Result:
-    names = scale.some(tuple(MODELS), 2)
     rows: list[tuple[Cell, ...]] = []
-    for name in names:
-        for count in scale.some((2, 4, 6, 8), 1):
-            setup = Setup(MODELS[name], (A100,), f"epd-{count}", scale.requests(20)).with_limits(*LIMITS[name][count])
-            for rate in scale.some((0.1, 0.2, 0.4, 0.8, 1.6), 3):
-                cells = [100 * setup.point(text, 8 * rate).attainment for text in _DEPLOYMENTS.values()]
-                rows.append((name, count, rate, *cells))
-    kept = [sum(isinstance(cell := row[place], float) and cell >= 90 for row in rows) for place in (3, 4, 5)]
+    kept = dict.fromkeys(_DEPLOYMENTS, 0)
+    for name in scale.some(tuple(MODELS), 2):
+        for count in scale.some((2, 8), 1):
+            setup = Setup(replace(scale, requests_of_load=_FEWER), MODELS[name], (A100,), f"epd-{count}").with_limits(
+                *LIMITS[name][count]
+            )
+            for rate in _RATES[name]:
+                runs = {
+                    method: replace(setup, schedule=schedule).at_rate(text, 8 * rate)
+                    for method, (text, schedule) in _DEPLOYMENTS.items()
+                }
+                behind = listed([method for method, one in runs.items() if one.falls_behind])
+                rows.append((name, count, rate, *(one.attainment for one in runs.values()), behind))
+                for method, one in runs.items():
+                    kept[method] += one.keeps_limits
+    told = [f"{method} {number}" for method, number in kept.items()]
     return Result(
-        table(("model", "pictures", "rate per GPU", *(f"{name} %" for name in _DEPLOYMENTS)), rows, keys=3),
-        f"of {len(rows)} loads EPD keeps both limits in {kept[0]}, DistServe in {kept[1]}, vLLM in {kept[2]}.",
+        table(("model", "pictures", "rate per GPU", *(f"{name} %" for name in _DEPLOYMENTS), "falls behind"), rows, 3),
+        f"of {len(rows)} loads both limits are kept, without falling behind, in: {listed(told)}.",
     )
+
+
+# (layout, share of the load that it gets, parallel encodes, schedule)
+_ONE_AT_A_TIME = (
+    ("5E2P1D", 1.0, True, ""),
+    ("5E2P1D", 1.0, False, ""),
+    ("7EP1D", 1.0, True, ""),
+    ("7EP1D", 1.0, True, "one lane"),
+)
 
 
 def first_tokens(scale: Scale) -> Result:
     rows: list[tuple[Cell, ...]] = []
+    gains: dict[str, float] = {}
     for name, rate in (("MiniCPM-V 2.6", 0.25), ("InternVL2-8B", 0.08), ("InternVL2-26B", 0.08)):
-        for count in scale.some((2, 4, 6, 8), 2):
-            setup = Setup(MODELS[name], (A100,), f"epd-{count}", scale.requests(8))
-            medians = [setup.point(text, rate * share).ttft.p50 for text, share in _ONE_AT_A_TIME]
-            rows.append((name, count, *medians, 100 * (1 - medians[0] / medians[2])))
-    most = max(rows, key=lambda row: row[5] if isinstance(row[5], float) else 0.0)
-    gains = [1 - row[2] / row[3] for row in rows if isinstance(row[2], float) and isinstance(row[3], float)]
-    columns = ("model", "pictures", "parallel s", "one encoder s", "DistServe s", "less than DistServe %, at most")
+        for count in (2, 8):
+            setup = Setup(replace(scale, requests_of_load=(12, 12)), MODELS[name], (A100,), f"epd-{count}")
+            setup = setup.with_limits(*LIMITS[name][count])
+            medians = [
+                replace(setup, parallel_encodes=parallel, schedule=schedule).at_rate(text, rate * share).ttft_ms
+                for text, share, parallel, schedule in _ONE_AT_A_TIME
+            ]
+            less = [100 * (1 - number_of(medians[0]) / number_of(other)) for other in medians]
+            rows.append((name, count, *medians, less[1], less[2], less[3]))
+            gains[f"{name}, {count} pictures"] = less[1]
+    most = max(rows, key=lambda row: number_of(row[7]))
+    steepest = max(gains, key=lambda load: gains[load])
+    columns = ("model", "pictures", "EPD ms", "not parallel ms", "DistServe ms", "DistServe, one lane ms")
+    less_than = ("less than not parallel %", "less than DistServe %", "less than one lane %")
     return Result(
-        table(columns, rows, keys=2),
-        f"encoders apart take up to {most[5]:.0f} % off the time to the first token ({most[0]}, {most[1]} pictures); "
-        f"five in place of one give at most {max(gains):.0%}, for a prefill here begins with the first features.",
+        table((*columns, *less_than), rows, keys=2),
+        f"encoders apart take up to {number_of(most[7]):.0f} % off the median time to the first token ({most[0]}, "
+        f"{most[1]} pictures), and {max(number_of(row[8]) for row in rows):.0f} % beside one lane; parallel encodes "
+        f"alone give at most {gains[steepest]:.0f} % ({steepest}), for a prefill here begins with the first features.",
     )
 
 
-# (layout, share of the load that it gets)
-_ONE_AT_A_TIME = (("5E2P1D", 1.0), ("1E2P1D", 0.2), ("7EP1D", 1.0))
 _OFFLINE = (Setting("scheduler", "max_num_seqs", 128),)
 
 
 def offline(scale: Scale) -> Result:
     rows: list[tuple[Cell, ...]] = []
     model = MODELS["MiniCPM-V 2.6"]
+
+    def rate_of(load: str, count: int, text: str, *settings: Setting) -> Cell:
+        runs = Setup(scale, model, (A100,), load).at_once(text, count, *_OFFLINE, *settings)
+        return runs.spread(lambda one: one.requests_per_s)
+
     layouts = [f"{encoders}E{7 - encoders}P1D" for encoders in scale.some((1, 2, 3, 4, 5), 3)]
     for text in (*layouts, "7EP1D"):
-        point = Setup(model, (A100,), "epd-1", scale.requests(50)).point(text, None, *_OFFLINE)
-        rows.append(("ratio", text, point.requests_per_s))
-    best = max(rows, key=lambda row: row[2] if isinstance(row[2], float) else 0.0)
+        rows.append(("ratio", text, rate_of("epd-1", 50, text)))
+    best = leaders({str(row[1]): row[2] for row in rows})
     for count in scale.some((1, 2, 4, 8), 2):
-        setup = Setup(model, (A100,), f"epd-{count}", scale.requests(10))
         for text in ("5E2P1D", "7EP1D"):
-            rows.append((f"pictures: {count}", text, setup.point(text, None, *_OFFLINE).requests_per_s))
+            rows.append((f"pictures: {count}", text, rate_of(f"epd-{count}", 10, text)))
     for budget in (1, 2, 8):
         setting = Setting("scheduler", "image_budget", budget * 1024 * 10)
-        point = Setup(model, (A100,), "epd-1", scale.requests(50)).point("5E2P1D", None, *_OFFLINE, setting)
-        rows.append((f"encodes of: {budget}", "5E2P1D", point.requests_per_s))
+        rows.append((f"encodes of: {budget}", "5E2P1D", rate_of("epd-1", 50, "5E2P1D", setting)))
     return Result(
         table(("part", "deployment", "requests/s"), rows, keys=2),
-        f"with one picture a request {best[1]} is the fastest, {best[2]:.3g} requests a second.",
+        f"with one picture a request {listed(best)} {'is' if len(best) == 1 else 'are'} the fastest, "
+        f"{max(number_of(row[2]) for row in rows[: len(layouts) + 1]):.3g} requests a second.",
     )

@@ -12,7 +12,7 @@ from hydra_engine.core.plans import LanguageLoad, VisionLoad
 from hydra_planner.hardware.devices import find_device
 from hydra_planner.papers.deployments import kind_of
 from hydra_planner.papers.models import spec_of
-from hydra_planner.papers.results import Cell, Result, table
+from hydra_planner.papers.results import Cell, Result, number_of, table
 from hydra_planner.search.floors import floor_of
 from hydra_planner.work import decode_seconds, prefill_seconds, vision_seconds, works
 from hydra_planner.workload.generators import make_load
@@ -132,7 +132,7 @@ def limits() -> Result:
             ttft = sorted(floor.ttft_s for floor in floors)[90]
             tpot = sorted(floor.decode_s for floor in floors)[90]
             rows.append((model, load, ttft, tpot))
-    loosest = max(TABLE_3[str(row[0])][str(row[1])][0] / float(row[2] or 0) for row in rows)
+    loosest = max(TABLE_3[str(row[0])][str(row[1])][0] / number_of(row[2]) for row in rows)
     return Result(
         table(("model", "data set", "TTFT s", "TPOT s"), rows, keys=2),
         f"limits for the first token are up to {loosest:.0f} times what a request needs alone.",
@@ -208,7 +208,7 @@ def _work_rows() -> tuple[tuple[Cell, ...], ...]:
 
 def workload() -> Result:
     rows = _work_rows()
-    heaviest = max(rows, key=lambda row: float(row[5] or 0))
+    heaviest = max(rows, key=lambda row: number_of(row[5]))
     return Result(
         table(("data set", "prompt", "output", "encode ms", "prefill ms", "decode ms"), rows),
         f"{heaviest[0]} has the longest decodes; the mix of stages differs from data set to data set.",

@@ -31,16 +31,26 @@ _TITLES = {
 }
 _HEAD = """# The papers' experiments
 
-The engine puts together ideas of four papers. Here are their tables and figures again, ours beside theirs. No number of
-ours was measured on a GPU: **closed form** follows from the sizes of a model and a device's datasheet; **simulated** is
-a load through this engine's own router, scheduler and migration in virtual time, with step times of a roofline (shares
-of a datasheet's peaks, `hydra_planner/hardware/roofline.py`). A roofline has none of the overheads of the
-papers' engines, so latencies are shorter and queues come at higher rates than theirs; what can be compared is which
-deployment is better, and where that changes. **On a GPU** names the command that measures it.
+The engine puts together ideas of four papers. Here are their tables and figures again, ours beside theirs. **Closed
+form** follows from the sizes of a model and a device's datasheet; **simulated** is a load through this engine's own
+router, scheduler and migration in virtual time, with step times of a roofline (shares of a datasheet's peaks,
+`hydra_planner/hardware/roofline.py`). A roofline has none of the overheads of the papers' engines, so latencies are
+shorter and queues come at higher rates than theirs; what can be compared is which deployment is better, and where that
+changes. **On a GPU** names the command that measures it. Which of the papers' mechanisms the engine has is in
+[mechanisms.md](mechanisms.md).
 
-Every result is that of `hydra-engine reproduce NAME`, which runs in seconds on one core and repeats itself to the last
-digit; `hydra-engine reproduce NAME --full` takes four times the requests and all points. Columns with the word "paper"
-are the paper's numbers; where those do not add up, a sentence says so.
+How a load is simulated: as long as `hydra-engine plan` has it last (a request at its limits, and 120 requests at
+least), its first 30 % not judged, with three seeds, if its entry says nothing else. A cell is the median of the seeds
+and, where they differ, their range in brackets. **Falls behind** names deployments whose first tokens come later and
+later: their numbers would be worse in a longer load, and such a rate is not kept, whatever its attainment. Every
+deployment gets the limits that judge it, if no sentence says otherwise. Where ranges over seeds meet, the best one
+is not told from the next, and all are named. Other engines' schedules (`hydra_planner/simulator/schedules.py`) are in
+the same simulator: **prefill first** is whole prompts before decodes, **one lane** takes encodes and steps of the
+decoder in turns, **batches to completion** starts nothing before the last request of a batch has ended.
+
+`make papers` makes all results and this page anew. They repeat themselves to the last digit, and `make test-all`
+repeats some. `hydra-engine reproduce NAME` takes seconds for shorter loads of one seed, and `--full` simulates those of
+this page. Columns with the word "paper" are the paper's numbers; where those do not add up, a sentence says so.
 """
 
 
@@ -52,11 +62,12 @@ def page_text(stored: Mapping[str, Stored]) -> str:
         for experiment in EXPERIMENTS:
             if experiment.paper == paper:
                 found = stored.get(experiment.name)
-                lines += [*_section(experiment, None if found is None else found.result), ""]
+                lines += [*_section(experiment, found), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _section(experiment: Experiment, result: Result | None) -> Iterator[str]:
+def _section(experiment: Experiment, stored: Stored | None) -> Iterator[str]:
+    result = None if stored is None else stored.result
     yield f"### {experiment.name}: {experiment.title}"
     yield ""
     yield from _paragraph(f"{_opening(experiment.how)}. {_opening(experiment.setting)}")
@@ -70,6 +81,9 @@ def _section(experiment: Experiment, result: Result | None) -> Iterator[str]:
     if experiment.name in DRAWN and result is not None:
         yield ""
         yield f"![{experiment.title}]({PICTURES}/{experiment.name}.svg)"
+    if stored is not None and stored.loads:
+        yield ""
+        yield from _paragraph(f"{_opening(stored.loads)}.")
     yield from _sentences(experiment, result)
 
 
@@ -79,6 +93,8 @@ def _sentences(experiment: Experiment, result: Result | None) -> Iterator[str]:
         found.append(_opening(result.finding))
     elif experiment.run is not None:
         found.append("No result is stored.")
+    if experiment.before:
+        found.append(f"This page said otherwise before: {experiment.before}")
     if experiment.remark:
         found.append(f"In the paper: {experiment.remark}")
     if experiment.command:

@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib
 
 from hydra_planner.papers.page import DRAWN
-from hydra_planner.papers.results import Cell, Stored, Table
+from hydra_planner.papers.results import Cell, Spread, Stored, Table, number_of
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -93,7 +93,7 @@ def _shares(axes: Any, shown: Table) -> None:
 
 def _over_rates(axes: Any, shown: Table) -> None:
     first = [row for row in shown.rows if row[0] == shown.rows[0][0]]
-    names = [name.rsplit(" ", 2)[0] for name in shown.columns[2:]]
+    names = [name.rsplit(" ", 2)[0] for name in shown.columns[2:-1]]  # the last one names what falls behind
     for place, name in enumerate(names, 2):
         axes.plot([_number(row[1]) for row in first], [_number(row[place]) for row in first], marker=".", label=name)
     axes.set(xlabel=f"requests/s for each device ({first[0][0]})", ylabel=" ".join(shown.columns[2].rsplit(" ", 2)[1:]))
@@ -102,8 +102,8 @@ def _over_rates(axes: Any, shown: Table) -> None:
 
 
 def _number(cell: Cell) -> float:
-    assert isinstance(cell, int | float), "a column of numbers"
-    return float(cell)
+    assert isinstance(cell, int | float | Spread), "a column of numbers"
+    return number_of(cell)
 
 
 _DRAWINGS = {

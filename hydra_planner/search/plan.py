@@ -33,7 +33,7 @@ _MAX_CANDIDATES = 18  # are simulated: those with the highest bounds
 _SAMPLE = 200  # requests of the workload from which work is estimated
 # Of the highest goodput: topologies within this share of it, and within its error, are alike, and the simplest wins.
 _ALIKE = 0.95
-_COLD = 0.3  # of a load that lasts so long
+COLD = 0.3  # of a load that lasts so long
 _DECODERS_BUSY = 0.5  # share of their time at the best estimate, so that none of the candidates waits for them
 
 Objective = Literal["goodput", "cost", "offline"]
@@ -112,7 +112,7 @@ def make_plan(
 ) -> Plan:
     """`rate`: requests per second, for the least cost. `chosen`: only these candidates. Raises ConfigError where no
     deployment can keep the limits, with the stage that misses them and by how much."""
-    effort, question = lasting(effort, question), replace(question, cold=_COLD, to_the_end=False)
+    effort, question = lasting(effort, question), replace(question, cold=COLD, to_the_end=False)
     check_lengths(question)
     search = Search(question, effort, progress, request_seconds(question))
     if objective == "offline":
