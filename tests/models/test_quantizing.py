@@ -75,7 +75,7 @@ def test_a_fused_layer_is_its_parts() -> None:
 
 @pytest.mark.quick("llama-int4", "llava-int4")
 @pytest.mark.parametrize("wanted", ["int4", "int8"])
-@pytest.mark.parametrize("family", ["llama", "llava", "qwen3_5_text", "qwen3_5"])
+@pytest.mark.parametrize("family", ["llama", "llava", "openpangu_vl", "qwen3_5_text", "qwen3_5"])
 def test_a_model_s_decoder_is_quantised_and_nothing_else(
     checkpoint: CheckpointFactory, tmp_path: Path, family: str, wanted: str
 ) -> None:

@@ -92,6 +92,22 @@ def test_llamas_class_reads_the_same_file(tmp_path: Path) -> None:
     assert load_tokenizer(folder).encode("the cab") == [1, *encode(" the cab")]
 
 
+def test_openpangus_class_names_a_later_token_as_the_end(tmp_path: Path) -> None:
+    """[unused10] is a piece of the file, and its text takes no tokens apart; a text never begins with <s>."""
+    added = {"0": "<unk>", "1": "<s>", "2": "</s>", "277": "[unused10]"}
+    folder = write(
+        tmp_path,
+        **{"tokenizer_class": "OpenPanguTokenizer", "eos_token": "[unused10]", "add_bos_token": False},
+        auto_map={"AutoTokenizer": ["tokenization_openpangu.OpenPanguTokenizer", None]},
+        added_tokens_decoder={id: {"content": text, "special": True} for id, text in added.items()},
+    )
+    (folder / "config.json").write_text('{"model_type": "openpangu_vl"}')
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.encode("<s>the[unused10]cab</s>") == [1, *encode("the"), 277, *encode("cab"), 2]
+    assert tokenizer.eos_ids == (277,) and tokenizer.bos_token == "<s>"
+    assert tokenizer.decode([277, *encode("the cab")], skip_special_tokens=True) == "the cab"
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -43,7 +43,7 @@ FAMILIES = [
     *("llava", "internvl", "qwen2_5_vl"),
     *(
         pytest.param(name, marks=pytest.mark.slow)
-        for name in ("llava_next", "minicpmv", "minicpmv4_6", "qwen2_vl", "qwen3_vl", "qwen3_5")
+        for name in ("llava_next", "minicpmv", "minicpmv4_6", "openpangu_vl", "qwen2_vl", "qwen3_vl", "qwen3_5")
     ),
 ]
 PICTURES = ((50, 24), (20, 45), (32, 32))

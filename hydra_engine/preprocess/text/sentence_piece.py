@@ -1,5 +1,6 @@
-"""Makes the tokenizer.json of a folder that has SentencePiece's `tokenizer.model` alone, for Llama's tokenizer and
-InternLM2's, which treats text likewise and whose code, which comes with its checkpoints, is not run.
+"""Makes the tokenizer.json of a folder that has SentencePiece's `tokenizer.model` alone, for Llama's tokenizer and for
+InternLM2's and openPangu's, which treat text likewise and whose code, which comes with the checkpoints, is not run.
+openPangu's also takes a text that is nothing but "(123,456)", three digits each, apart: here it merges as others do.
 
 Reads the few fields of the file that matter in protobuf's wire format. `gguf_tokenizer.py` makes the rest, because
 llama.cpp's files carry the same numbers.
@@ -20,13 +21,13 @@ from hydra_engine.models.specs.gguf_config import CONTROL
 from hydra_engine.preprocess.text.gguf_tokenizer import tokenizer_files
 
 MODEL_FILE = "tokenizer.model"
-INTERNLM2 = "InternLM2Tokenizer"
-SENTENCE_PIECE = (INTERNLM2, "LlamaTokenizer", "LlamaTokenizerFast")  # classes whose tokenizer.model is read here
+OWN_CODE = ("InternLM2Tokenizer", "OpenPanguTokenizer")
+SENTENCE_PIECE = (*OWN_CODE, "LlamaTokenizer", "LlamaTokenizerFast")  # classes whose tokenizer.model is read here
 _SETTINGS = "tokenizer_config.json"
 _BPE, _NORMAL, _USER_DEFINED = 2, 1, 4
-# What these tokenizers call the first three tokens, whatever the file does.
+# What these tokenizers call the first three tokens, whatever the file does; a name of another token is that one's.
 _NAMES = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-_UNKNOWN, _BEGIN, _END = range(3)
+_IDS, _END = ("unknown", "bos", "eos"), 2
 
 
 def write_tokenizer(folder: Path, target: Path) -> None:
@@ -36,7 +37,7 @@ def write_tokenizer(folder: Path, target: Path) -> None:
     (target / "tokenizer.json").write_text(json.dumps(_tokenizer(folder, settings)), encoding="utf-8")
     kept = {name: settings.get(name) or text for name, text in _NAMES.items()}
     kept |= {name: value for name, value in settings.values.items() if name not in ("auto_map", *_NAMES)}
-    if kept.get("tokenizer_class") == INTERNLM2:
+    if kept.get("tokenizer_class") in OWN_CODE:
         del kept["tokenizer_class"]
     (target / _SETTINGS).write_text(json.dumps(kept), encoding="utf-8")
     if (config := read_file(folder, "config.json")) is not None:
@@ -48,9 +49,11 @@ def _tokenizer(folder: Path, settings: Fields) -> dict[str, Any]:
     tokens, scores, kinds, prefixed = _read_model(read_file(folder, MODEL_FILE) or b"")
     if len(tokens) <= _END:
         raise _broken("it has no vocabulary")
-    for id, (name, text) in enumerate(_NAMES.items()):
-        tokens[id] = settings.token_text(name, text)
-    for id, (content, special) in sorted(_added_tokens(settings).items()):
+    added = _added_tokens(settings)
+    names = [settings.token_text(name, text) for name, text in _NAMES.items()]
+    taken = {*tokens[_END + 1 :], *(content for content, _ in added.values())}
+    tokens[: _END + 1] = [token if name in taken else name for token, name in zip(tokens, names, strict=False)]
+    for id, (content, special) in sorted(added.items()):
         if id > len(tokens):
             raise CheckpointError(f"{_SETTINGS} adds token {id}, but the tokens before it end at {len(tokens) - 1}")
         kind = CONTROL if special else _USER_DEFINED
@@ -67,9 +70,7 @@ def _tokenizer(folder: Path, settings: Fields) -> dict[str, Any]:
         "token_type": kinds,
         "add_space_prefix": prefixed,
         "add_bos_token": settings.flag("add_bos_token", True),
-        "unknown_token_id": _UNKNOWN,
-        "bos_token_id": _BEGIN,
-        "eos_token_id": _END,
+        **{f"{name}_token_id": tokens.index(text) for name, text in zip(_IDS, names, strict=True)},
     }
     named = Fields({f"tokenizer.ggml.{name}": value for name, value in values.items()}, MODEL_FILE)
     made: dict[str, Any] = tokenizer_files(named, pictures=False)["tokenizer.json"]
