@@ -25,8 +25,8 @@ from hydra_engine.worker.memory.working import estimate
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """The memory of one instance. `plan`: as at start, but with an estimate of `working`, which is 0 in host memory,
-    where it is not counted."""
+    """The memory of one instance. `plan`: as at start, but on a GPU with an estimate of `working`. In host memory that
+    is 0 but for mixtures of experts."""
 
     name: str
     role: str

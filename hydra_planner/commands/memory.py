@@ -53,10 +53,13 @@ def report_lines(footprints: Any, model: str) -> list[str]:
     for instance in footprints.instances:
         working = instance.plan.working
         if working.total_bytes:
-            steps = f"activations about {size(working.activation_bytes)}, graphs {size(working.graph_bytes)}"
+            steps = f"  {instance.name}: activations about {size(working.activation_bytes)}"
+            if instance.device == "cpu":
+                lines.append(steps)
+                continue
             reach = f"up to {working.captured_tokens} tokens" if working.captured_tokens else "none"
             of_prompts = f" (steps with prompts: {reach})" if instance.kv_tokens else ""
-            lines.append(f"  {instance.name}: {steps}{of_prompts}; measured at start")
+            lines.append(f"{steps}, graphs {size(working.graph_bytes)}{of_prompts}; measured at start")
     states = sum(instance.plan.state_bytes for instance in footprints.instances)
     if states:
         lines.append(f"  {size(states)} of that are recurrent states")

@@ -105,6 +105,15 @@ def test_topologies_that_cannot_serve_the_model_are_refused(tmp_path: Path) -> N
     assert all("none" in line and "tower" not in line for line in lines[2:4])
 
 
+def test_steps_of_a_mixture_count_in_host_memory() -> None:
+    """Rows of a mixture are copied for each expert; other steps fit what caches leave."""
+    mixture = found("qwen3-vl-30b-a3b", "EPD@cpu")
+    (one,) = mixture.instances
+    shown = f"  epd0: activations about {size(one.plan.working.total_bytes)}"
+    assert one.plan.working.language_bytes > 100 << 20 and shown in report_lines(mixture, "m")
+    assert found(LLAVA, "EPD@cpu").instances[0].plan.working.total_bytes == 0
+
+
 def test_what_steps_take_of_a_gpu_is_estimated() -> None:
     result = found("qwen2-vl-7b", "E@cuda:0+PD@cuda:1", 80)
     encode, decode = (one.plan.working for one in result.instances)

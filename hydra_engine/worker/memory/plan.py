@@ -22,7 +22,7 @@ from hydra_engine.errors import ConfigError, ResourceError
 from hydra_engine.models.specs.base import ModelSpec, VisionSpec
 from hydra_engine.models.specs.quantization import at_load
 from hydra_engine.models.specs.registry import FAMILIES
-from hydra_engine.worker.memory.working import NOT_COUNTED, WorkingMemory, estimate
+from hydra_engine.worker.memory.working import NOT_COUNTED, WorkingMemory, estimate, estimate_on_host
 
 _NAMES = {"kv": "KV cache", "image": "image cache"}
 MEMORY_SHARE = 0.4  # of what is free beside the weights, for each cache; of a GPU's, at most, for the image cache
@@ -295,11 +295,11 @@ def _plan(
     """Plans the caches with the graphs that `filling` has; parameters and errors as in `plan_memory`. `fitting`: for
     the error, flags with which there is room."""
     spec, role, config, dtype_bytes = needs.spec, needs.role, needs.config, needs.dtype_bytes
-    reasons = list[str]()
-    weights_bytes = sum(needs.weights)
+    reasons, weights_bytes = list[str](), sum(needs.weights)
     device = DevicePart(spec, role, dtype_bytes, shares, filling is not None, fitting)
     if filling is None:
-        part_bytes, beside_bytes, working = _divided(free_bytes, shares, reasons), 0, NOT_COUNTED
+        working = estimate_on_host(spec, role, config, dtype_bytes)
+        part_bytes, beside_bytes = _divided(free_bytes, shares, reasons), 0
     else:
         reasons += filling.reasons
         weights_bytes = weights_bytes if filling.weights_bytes is None else filling.weights_bytes

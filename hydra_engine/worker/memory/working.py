@@ -13,10 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
+from hydra_engine.backend.cpu.device import usable_cores
+from hydra_engine.backend.experts_memory import ExpertsShape, device_bytes, host_bytes
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.instances import Role
 from hydra_engine.models.layers.decoder import SCORED_ROWS
-from hydra_engine.models.specs.base import ItemPlan, ModelSpec, VisionSpec
+from hydra_engine.models.specs.base import ItemPlan, LanguageSpec, ModelSpec, VisionSpec
 from hydra_engine.worker.language.graphs import FEW_TOKENS, MAX_TOKENS, MixedSize, mixed_sizes
 from hydra_engine.worker.vision.graphs import max_captured
 
@@ -28,6 +30,8 @@ DEFAULT_IMAGE_BUDGET = 16384  # patches; only towers with dynamic resolution com
 # Sizes of pictures that a family may make its most patches of: as large as the largest allowed, of several shapes.
 _PICTURES = ((6300, 6300), (8900, 4450), (4450, 8900), (12000, 3000), (3000, 12000))
 _VALUES_PER_PATCH = 4  # times the features' width: about what a tower, which is narrower, holds of a patch at once
+_HOST_ROWS = 8  # of the hidden size, that a CPU holds of a token at once
+_INDEX_BYTES = 64  # of a token: ids, positions, slots
 _LOGIT_COPIES = 4  # of the rows that are sampled: logits, probabilities, sorted ones, sums
 
 
@@ -186,6 +190,7 @@ class _Estimates:
     spec: ModelSpec
     config: EngineConfig
     dtype_bytes: int
+    threads: int | None = None  # of a lane of a CPU; None: a device that captures graphs
 
     def encode(self, vision: VisionSpec) -> int:
         return estimated_encode(vision, self.config, self.dtype_bytes)
@@ -203,10 +208,32 @@ class _Estimates:
         """Bytes of a layer's activations or of the logits, whichever are more. `num_scored`: rows of prompts whose
         logits exist at once."""
         language, num_rows = self.spec.language, self.config.scheduler.max_running_requests
-        # Rows of a mixture are copied for each of their experts.
-        copies = 1 if language.mixture is None else language.mixture.num_active
-        layer = num_tokens * 3 * (copies * language.hidden_size + language.num_active_inner) * self.dtype_bytes
-        return max(layer, (_LOGIT_COPIES * num_rows + num_scored) * language.vocab_size * 4)
+        row_bytes, inner_bytes = (3 * n * self.dtype_bytes for n in (language.hidden_size, language.intermediate_size))
+        logits = (_LOGIT_COPIES * num_rows + num_scored) * language.vocab_size * 4
+        if self.threads is None:
+            layer = num_tokens * row_bytes + max(num_tokens * inner_bytes, self._experts(num_tokens))
+            return max(layer, logits)
+        # A CPU's allocator keeps what earlier ops of a layer had, and its op for experts keeps its own.
+        widest = max(3 * language.intermediate_size, _mixer_width(language))
+        values, angles = _HOST_ROWS * language.hidden_size + widest, language.head_dim
+        layer = num_tokens * (values * self.dtype_bytes + 4 * angles + _INDEX_BYTES)
+        return max(layer, logits) + self._experts(num_tokens)
+
+    def _experts(self, num_tokens: int) -> int:
+        """Bytes that the op for experts needs beside its operands and results; 0 without a mixture."""
+        spec, mixture = self.spec, self.spec.language.mixture
+        if mixture is None:
+            return 0
+        held = spec.at_load or spec.quantization
+        shape = ExpertsShape(
+            mixture.num_held,
+            mixture.num_active,
+            spec.language.hidden_size,
+            mixture.num_inner,
+            self.dtype_bytes,
+            quantized=held is not None and held.stays_quantized,
+        )
+        return device_bytes(shape, num_tokens) if self.threads is None else host_bytes(shape, num_tokens, self.threads)
 
 
 def estimate(spec: ModelSpec, role: Role, config: EngineConfig, dtype_bytes: int) -> WorkingMemory:
@@ -216,6 +243,24 @@ def estimate(spec: ModelSpec, role: Role, config: EngineConfig, dtype_bytes: int
     partitions = 1 + len(config.sm_counts) if both else 1
     steps = _Estimates(spec, config, dtype_bytes)
     return working_memory(steps, spec, role, config, captures=True, partitions=partitions)
+
+
+def _mixer_width(language: LanguageSpec) -> int:
+    """Values of a token between the hidden rows that attention, or a delta net, reads and writes."""
+    heads, key_values = language.num_heads * language.head_dim, 2 * language.num_kv_heads * language.head_dim
+    width = (3 + language.output_gate) * heads + key_values
+    if (delta := language.delta) is None:
+        return width
+    return max(width, delta.num_outputs + 3 * delta.num_channels + 2 * delta.value_width)
+
+
+def estimate_on_host(spec: ModelSpec, role: Role, config: EngineConfig, dtype_bytes: int) -> WorkingMemory:
+    """Estimates the working memory of a mixture's language steps on a CPU, which measures none. Other steps are not
+    counted there: they fit what caches leave (MEMORY_SHARE of plan.py)."""
+    if spec.language.mixture is None or not role.needs_language:
+        return NOT_COUNTED
+    steps = _Estimates(spec, config, dtype_bytes, config.threads or usable_cores())
+    return WorkingMemory(language_bytes=max(steps.decode(), steps.prefill() if Role.P in role else 0))
 
 
 def estimated_encode(vision: VisionSpec, config: EngineConfig, dtype_bytes: int) -> int:

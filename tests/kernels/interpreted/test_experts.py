@@ -3,11 +3,16 @@ weights of every kind, rows that keep bits."""
 
 from __future__ import annotations
 
+from typing import Any
+from weakref import finalize
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_engine.backend.base import Routes
+from hydra_engine.backend.experts_memory import ExpertsShape, device_bytes
 from hydra_engine.backend.quantized import QuantizedWeight
 from hydra_engine.backend.reference.ops import ReferenceOps
 from hydra_kernels.experts import Matrices, grouped_experts, route_tokens, stack
@@ -110,6 +115,36 @@ def test_a_row_has_the_same_bits_in_every_step() -> None:
         full = grouped_experts(x, chosen, weights, *stacks, "silu", many=many)
         part = grouped_experts(x[7:8], chosen[7:8], weights[7:8], *stacks, "silu", many=many)
         assert torch.equal(part, full[7:8])
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of tensors that exist at once."""
+
+    now = peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if "empty" in func.name():
+            size = made.untyped_storage().nbytes()
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            finalize(made.untyped_storage(), self._freed, size)
+        return made
+
+    def _freed(self, num_bytes: int) -> None:
+        self.now -= num_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_allocated_is_what_the_memory_plan_says(dtype: torch.dtype) -> None:
+    """`device_bytes` counts the router's products too, and not the result."""
+    rows, k = 40, 3
+    x, (gate_up, down) = random(rows, WIDTH).to(dtype), map(torch.stack, floats(dtype))
+    routes = routes_of(rows, k)
+    with Allocations() as seen:
+        out = grouped_experts(x, *routes, gate_up, down, "silu")
+    shape = ExpertsShape(EXPERTS, k, WIDTH, INNER, dtype.itemsize, quantized=False)
+    assert seen.peak - out.nbytes == device_bytes(shape, rows) - rows * (4 * EXPERTS + 8 * k)
 
 
 def test_nothing_in_nothing_out() -> None:
