@@ -16,7 +16,7 @@ from tests.gpu import test_instances as cases
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-expected, tiny = cases.expected, cases.tiny
+expected, hybrid, tiny = cases.expected, cases.hybrid, cases.tiny
 for _name, _case in vars(cases).items():
     if _name.startswith("test_"):
         globals()[_name] = _case

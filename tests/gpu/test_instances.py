@@ -53,6 +53,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with recurrent states, which move with the KV."""
+    directory = tmp_path_factory.mktemp("hybrid")
+    make_tiny("qwen3_5", directory, seed=7)
+    return directory
+
+
 @pytest.fixture(params=[1, 2], ids=["one device", "two devices"])
 def num_devices(request: pytest.FixtureRequest, cuda: torch.device) -> int:
     count: int = request.param
@@ -113,6 +121,17 @@ def test_tokens_are_those_of_one_instance(
     if transport == "host" or num_devices == 1:
         assert through_host == (pulled if transport == "host" else 0), "processes on one device map each other's memory"
     print(f"{topology}, {transport}, {num_devices} devices: {pulled} bytes moved, {through_host} through host memory")
+
+
+@pytest.mark.parametrize("transport", ["auto", "host"])
+def test_recurrent_states_move_between_devices(num_devices: int, hybrid: Path, transport: str) -> None:
+    with shared.Engine(hybrid, device="cuda:0", **OPTIONS) as engine:
+        wanted = [handle.result(60).token_ids for handle in ask(engine)]
+    with engine_of(hybrid, placed("E+P+D", num_devices), transport=transport, check_transfers=True) as engine:
+        for _ in range(2):
+            assert [handle.result(60).token_ids for handle in ask(engine)] == wanted
+        transfers = [status.transfer for status in engine.statuses().values()]
+    assert sum(t.pulled_bytes for t in transfers) and sum(t.invalid for t in transfers) == 0
 
 
 @pytest.mark.parametrize("transport", ["auto", "host"])
