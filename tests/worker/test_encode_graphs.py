@@ -191,6 +191,13 @@ def test_padding_that_is_not_a_number_stays_where_it_is(
     bench.assert_equal()
 
 
+def test_a_picture_with_fewer_patches_than_queries_is_not_replayed(tmp_path: Path) -> None:
+    """A resampler attends to it in several copies, for which a padded batch has no room."""
+    make_tiny("minicpmv", tmp_path, seed=5, query_num=20, scale_resolution=14)
+    bench = made(tmp_path, lambda _: (40,))
+    assert 0 < bench.num_patches((14, 14)) < 20 and not bench.replay((14, 14))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_does_not_fit_is_left_alone(family: str, benches: Callable[[str], Bench]) -> None:
     bench = benches(family)

@@ -14,11 +14,13 @@ from PIL import Image
 
 from hydra_engine.errors import CheckpointError, InvalidRequest
 from hydra_engine.models.layers.vision import normalise_pixels
+from hydra_engine.models.minicpmv.model import nearest_positions
+from hydra_engine.models.minicpmv.resampler_model import fractional_positions
 from hydra_engine.models.minicpmv.resampler_spec import ResampledVisionSpec
 from hydra_engine.models.minicpmv.slicing_spec import Slicing
 from hydra_engine.models.specs.base import VideoInfo
 from hydra_engine.preprocess.media.images import render
-from tests.models.families.minicpmv2_6 import Processor
+from tests.models.families.minicpmv2_6 import Processor, positions
 from tests.models.specs.model_dirs import Json, ModelDir, awkward_sizes, changed
 from tests.models.specs.test_minicpmv import ODD_VALUES, leaves, taken
 from tools.miniatures.minicpmv2_6 import PublishedConfig, PublishedModel
@@ -176,6 +178,13 @@ def test_pixels_are_the_published_processors(published: ModelDir) -> None:
             own = normalise_pixels(torch.tensor(pixels).view(item.height, item.width, 3), ours.preprocess)
             assert torch.equal(own.permute(2, 0, 1), theirs.pixels(expected)), image.size
         assert data.size == 0
+
+
+def test_positions_of_patches_are_the_published_ones() -> None:
+    """Ties between two positions are decided by the last bit of float32."""
+    lengths = range(1, 460)
+    assert all(np.array_equal(fractional_positions(n, 70), positions(n, 70).numpy()) for n in lengths)
+    assert any(not torch.equal(nearest_positions(n, 70), positions(n, 70)) for n in lengths), "as divisions do not"
 
 
 def test_pictures_without_numbers_and_with_other_marks(published: ModelDir) -> None:
