@@ -152,4 +152,5 @@ QWEN2_5_VL = FamilyCase(
     features=features,
     clips=CLIPS,
     around=VISION_TOKENS,
+    quick=False,
 )
