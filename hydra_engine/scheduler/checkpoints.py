@@ -3,14 +3,13 @@ states get here.
 
 A chunk must end where its state is kept, so a snapshot within what one chunk could compute costs one step more. In a
 prompt they are kept where another one is likely to continue: where cached KV ends that had no snapshot (two prompts
-have this beginning already), at the end of the last picture, at the end of the prompt, and at the ends of chunks that
-are far apart. All are aligned down to a block, and at least MIN_BLOCKS behind the one before: recomputing less than
-that costs less than a step. A decode keeps its state whenever it fills a block, for the turn that follows its answer.
+have this beginning already), at the end of the last picture, at the end of the last turn (a chat template may write the
+answer's head differently once the answer is history), at the end of the prompt, and at the ends of chunks that are far
+apart. All are aligned down to a block, and at least MIN_BLOCKS behind the one before: recomputing less than that costs
+no more than a step. A decode keeps its state whenever it fills a block, for the turn that follows its answer.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,12 +17,13 @@ from hydra_engine.cache.blocks import CacheManager
 from hydra_engine.cache.snapshots import OWN, StateSnapshots
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.plans import DecodeRows, Int64s
-from hydra_engine.core.request import ImageItem
+from hydra_engine.core.request import Request
 from hydra_engine.core.state import RequestState
 
-MIN_BLOCKS = 4
+MIN_BLOCKS = 2
 FAR_BLOCKS = 128  # between snapshots at the ends of chunks, and
 MAX_CHUNKS = 8  # at most so many of these in a prompt
+MAX_HEAD = 64  # tokens that a chat template puts between the last turn and an answer
 
 
 class Checkpoints:
@@ -40,7 +40,7 @@ class Checkpoints:
         self.snapshots.start(request_id, hashes[:num_found])
         last = (state.num_tokens - 1) // size
         shared = len(self._kv.find(hashes[:last]))
-        self._positions[request_id] = positions(state.request.images, num_found, shared, last, size)
+        self._positions[request_id] = positions(state.request, num_found, shared, last, size)
 
     def free(self, state: RequestState) -> None:
         """Called before the blocks of a request are freed, after what it has published: frees its snapshots."""
@@ -87,15 +87,21 @@ class Checkpoints:
         return position - self.snapshots.latest(state.request.id) >= far * size
 
 
-def positions(images: Sequence[ImageItem], num_found: int, num_shared: int, last: int, block_size: int) -> list[int]:
+def positions(request: Request, num_found: int, num_shared: int, last: int, block_size: int) -> list[int]:
     """Positions, ascending, at which the state of a request is kept that starts behind `num_found` blocks, with KV of
     `num_shared` blocks in the cache. `last`: its full blocks, without the one that has its last token."""
-    wanted = {num_shared, last}
-    if images:
-        wanted.add(min(images[-1].end // block_size, last))
+    wanted = {num_shared, last, turn_end(request) // block_size}
+    if request.images:
+        wanted.add(request.images[-1].end // block_size)
     chosen, latest = [], num_found
     for block in sorted(wanted):
-        if block - latest >= MIN_BLOCKS:
+        if latest + MIN_BLOCKS <= block <= last:
             chosen.append(block * block_size)
             latest = block
     return chosen
+
+
+def turn_end(request: Request) -> int:
+    """Number of prompt tokens up to the end of the last turn; 0 if no head of an answer follows it."""
+    tokens, ends, size = request.prompt_token_ids, request.eos_token_ids, request.num_prompt
+    return next((end for end in range(size, max(size - MAX_HEAD, 0), -1) if tokens[end - 1] in ends), 0)

@@ -43,12 +43,15 @@ def test_every_running_request_has_a_slot_of_its_own(num_slots: int, num_snapsho
 
 
 def test_a_prompt_keeps_its_state_where_others_may_continue() -> None:
-    picture = make_request(1, 8, A, 40).images
-    assert positions(picture, 0, 0, 17, 4) == [32, 68], "behind the picture, and at the end"
-    assert positions(picture, 0, 5, 17, 4) == [20, 68], "where cached KV ended; the picture's end is too near"
-    assert positions(picture, 8, 8, 17, 4) == [68]
-    assert positions(picture, 14, 14, 17, 4) == [], "the rest costs less than a step"
-    assert positions((), 0, 0, 3, 4) == []
+    prompt = make_request(1, 8, A, 40)
+    assert positions(prompt, 0, 0, 17, 4) == [32, 68], "behind the picture, and at the end"
+    assert positions(prompt, 0, 7, 17, 4) == [28, 68], "where cached KV ended; the picture's end is too near"
+    assert positions(prompt, 8, 8, 17, 4) == [68]
+    assert positions(prompt, 16, 16, 17, 4) == [], "the rest costs less than a step"
+    assert positions(make_request(1, 15), 0, 0, 3, 4) == [12]
+    assert positions(make_request(1, 7), 0, 0, 1, 4) == []
+    turn = replace(prompt, eos_token_ids=(prompt.prompt_token_ids[58], prompt.prompt_token_ids[4]))
+    assert positions(turn, 0, 0, 17, 4) == [32, 56, 68], "at the end of the last turn"
 
 
 def test_a_turn_computes_exactly_its_own_tokens_and_encodes_its_own_picture() -> None:
