@@ -6,7 +6,7 @@ tokens that were computed and not found in a cache, pictures encoded, seconds un
 begin where its prompt differs from the last prompt and the computed tokens of its answer, and for the engine with the
 block that this is in. Tokens of both that differ are rewritten, by the chat template or by the tokenizer. Measured
 alone in the same engine after each conversation: one encode of such a picture, and one prefill of another last turn,
-whose prefix and features are cached. Answers are digits (`logit_bias`), because other tokens of random weights are no
+whose prefix and features are cached. Answers are digits, because other tokens of random weights are no
 text that becomes the same tokens again. The last line of the output is one JSON document.
 
     python -m bench.conversation --model qwen2.5-vl-3b --quantization int4 --threads 2 --rounds 3
@@ -41,6 +41,7 @@ _QUESTION = "Where is the button to press next?"
 _ASPECT = (40, 25)  # of a screenshot
 _PICTURE_TOKENS = 1000
 _TEMPLATE = {"enable_thinking": False}
+_BIAS = 1000  # more than random weights with tied embeddings make of a logit
 _REPORT_S = 1.0  # an instance reports its counters within it
 _HEAD = (
     *("system", "turn", "prompt tokens", "rewritten", "own", "computed", "pictures encoded"),
@@ -139,13 +140,14 @@ class Talk:
             "max_tokens": self._arguments.tokens,
             "temperature": 0,
             "ignore_eos": True,
-            "logit_bias": {str(token): 100 for token in self._digits.values()},
             "chat_template_kwargs": _TEMPLATE,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
         if self._is_ours:
-            body["return_metrics"] = True
+            body |= {"return_metrics": True, "allowed_token_ids": list(self._digits.values())}
+        else:
+            body["logit_bias"] = {str(token): _BIAS for token in self._digits.values()}
         answer = asyncio.run(_send(self._target, json.dumps(body).encode()))
         stream = parse_events(answer.chunks)
         if (problem := answer.error or stream.error) or not stream.stamps or stream.usage is None:

@@ -109,7 +109,8 @@ def add_tensor(writer: Any, name: str, tensor: Tensor, kind: Kind) -> None:
     array = tensor.float().contiguous().numpy()
     number = gguf.GGMLQuantizationType[kind]
     fits = (array.ndim == 2 or "_exps." in name) and array.shape[-1] % gguf.GGML_QUANT_SIZES[number][0] == 0
-    if not fits or kind == "F32" or "position_embd" in name or "ffn_gate_inp" in name:
+    exact = ("position_embd", "ffn_gate_inp", "conv1d")
+    if not fits or kind == "F32" or any(part in name for part in exact):
         writer.add_tensor(name, array)
     else:
         writer.add_tensor(name, gguf.quants.quantize(array, number), raw_dtype=number)

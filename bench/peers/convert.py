@@ -32,14 +32,34 @@ def gguf(model: Path, out: Path, peers: Path) -> None:
     text, _ = write_gguf(model, out / "BF16", "BF16")
     _, tower = write_gguf(model, out / "F16", "F16")
     assert tower is not None, "the model has no tower"
-    completed(text, out / "BF16.gguf", {"tokenizer.ggml.merges": (GGUFValueType.ARRAY, ["Ā Ā"])})
-    dim = json.loads((model / "config.json").read_text())["text_config"]["hidden_size"]
-    about = {"has_vision_encoder": (GGUFValueType.BOOL, True), "vision.projection_dim": (GGUFValueType.UINT32, dim)}
-    completed(tower, out / "mmproj.gguf", {f"clip.{name}": value for name, value in about.items()})
+    config = json.loads((model / "config.json").read_text())
+    completed(text, out / "BF16.gguf", text_facts(text, config))
+    completed(tower, out / "mmproj.gguf", tower_facts(config))
     for folder in ("BF16", "F16"):
         shutil.rmtree(out / folder)
     for kind in ("Q8_0", "Q4_0"):
         _run(str(peers / "llama.cpp/bin/llama-quantize"), str(out / "BF16.gguf"), str(out / f"{kind}.gguf"), kind, "2")
+
+
+def text_facts(text: Path, config: dict[str, Any]) -> dict[str, tuple[GGUFValueType, Any]]:
+    """Fields, by key, without which llama.cpp refuses the text model."""
+    facts: dict[str, tuple[GGUFValueType, Any]] = {"tokenizer.ggml.merges": (GGUFValueType.ARRAY, ["Ā Ā"])}
+    if layers := config["vision_config"].get("deepstack_visual_indexes"):
+        architecture = GGUFReader(text).fields["general.architecture"].contents()
+        facts[f"{architecture}.n_deepstack_layers"] = (GGUFValueType.UINT32, len(layers))
+    return facts
+
+
+def tower_facts(config: dict[str, Any]) -> dict[str, tuple[GGUFValueType, Any]]:
+    """Fields, by key, without which llama.cpp refuses a tower."""
+    vision = config["vision_config"]
+    trained = int(vision.get("num_position_embeddings", 0) ** 0.5) * vision["patch_size"] or 560
+    return {
+        "clip.has_vision_encoder": (GGUFValueType.BOOL, True),
+        "clip.vision.projection_dim": (GGUFValueType.UINT32, config["text_config"]["hidden_size"]),
+        "clip.vision.image_size": (GGUFValueType.UINT32, vision.get("image_size", trained)),
+        "clip.vision.attention.layer_norm_epsilon": (GGUFValueType.FLOAT32, 1e-6),
+    }
 
 
 def completed(source: Path, target: Path, missing: dict[str, tuple[GGUFValueType, Any]]) -> None:
