@@ -33,6 +33,7 @@ _MAX_CANDIDATES = 18  # are simulated: those with the highest bounds
 _SAMPLE = 200  # requests of the workload from which work is estimated
 # Of the highest goodput: topologies within this share of it, and within its error, are alike, and the simplest wins.
 _ALIKE = 0.95
+_AT_ONCE_ALIKE = 1.01  # of the earliest last answer: the simplest wins among those that end by then
 COLD = 0.3  # of a load that lasts so long
 _DECODERS_BUSY = 0.5  # share of their time at the best estimate, so that none of the candidates waits for them
 
@@ -262,8 +263,11 @@ def _offline(search: Search, chosen: Sequence[Candidate]) -> Plan:
         running = running[: max(effort.finalists, len(running) // 2)]
         count = min(2 * count, effort.offline)
     lost = sorted((e for e in entries if e not in running), key=lambda e: (-e.rounds, -e.bound.rate))
-    rows = [row_of(question, entry, running[0]) for entry in (*running, *lost)]
-    return search.plan("offline", [*rows, *refused], running[0].candidate)
+    latest_s = _AT_ONCE_ALIKE * running[0].points[-1].span_s
+    alike = [entry for entry in running if entry.points[-1].span_s <= latest_s]
+    best = min(alike, key=lambda entry: (*_parts(entry.candidate), entry.points[-1].span_s))
+    rows = [row_of(question, entry, best) for entry in (best, *(e for e in (*running, *lost) if e is not best))]
+    return search.plan("offline", [*rows, *refused], best.candidate)
 
 
 def _with_settings(search: Search, winner: Entry) -> list[Entry]:

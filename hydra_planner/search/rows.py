@@ -84,7 +84,7 @@ def _later(entry: Entry, best: Entry) -> str:
     point = entry.points[-1]
     rivals = [one for one in best.points if one.requests == point.requests]
     role = max(point.busy, key=lambda role: max(point.busy[role]))
-    later = point.span_s / rivals[0].span_s - 1
+    later = max(point.span_s / rivals[0].span_s - 1, 0.0)
     return f"the last of {point.requests} answers {later:.0%} later; {role} busy {max(point.busy[role]):.0%}"
 
 

@@ -108,7 +108,7 @@ def test_what_moves_decodes_on_elsewhere_with_one_longer_gap() -> None:
 # ---- loads
 
 
-@pytest.mark.quick("1E1PD")
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", ["1EP1D", "1E1PD"])
 def test_more_load_does_not_shorten_the_tail(topology: str) -> None:
     tails = [
@@ -165,6 +165,7 @@ def test_instances_get_devices_of_their_own_in_order_or_share_the_only_one() -> 
         names("E@cuda:0+PD@cuda:1+PD", 2)
 
 
+@pytest.mark.slow
 def test_instances_on_one_processor_disturb_each_other() -> None:
     mean_s = []
     for devices in ({"cuda:0": DEVICE, "cuda:1": DEVICE}, {"cpu": DeviceKind("cpu", CPU_COSTS)}):
@@ -221,6 +222,7 @@ def test_a_model_that_does_not_fit_a_device_is_refused() -> None:
         Deployment("EPD", replace(site(), devices=gpus(1, replace(DEVICE, memory_bytes=GIB >> 10))))
 
 
+@pytest.mark.slow
 def test_the_slower_of_two_devices_has_longer_steps() -> None:
     rows = replace(SURFACE.rows, seconds=tuple(3 * seconds for seconds in SURFACE.rows.seconds))
     slow = replace(DEVICE, costs=replace(COSTS, surface=replace(SURFACE, rows=rows)))
@@ -347,6 +349,7 @@ def test_roles_are_switched_while_requests_are_served(before: str, after: str) -
 # ---- shortcuts change nothing
 
 
+@pytest.mark.quick("E+P+2D")
 @pytest.mark.parametrize("topology", ["2EPD", "E+P+2D"])
 def test_tokens_that_become_no_text_are_counted_as_the_serving_frontend_counts_them(
     topology: str, monkeypatch: pytest.MonkeyPatch
