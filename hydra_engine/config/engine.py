@@ -56,8 +56,8 @@ class ClusterConfig:
 
     router: str = opt(
         "least-loaded",
-        "least-loaded: done soonest; affinity: the instance that has seen the prompt or picture, unless it is much "
-        "busier; round-robin",
+        "least-loaded: least late, then done soonest; affinity: the same, and what an instance has seen takes no time "
+        "there; round-robin",
         choices=("least-loaded", "affinity", "round-robin"),
     )
     lease_s: float = opt(10.0, "blocks offered to another instance are withdrawn if it is silent for this long")
@@ -66,7 +66,7 @@ class ClusterConfig:
     recovery_s: float = opt(5.0, "how long a request waits for an instance that can continue it before it fails")
     max_attempts: int = opt(3, "most attempts of a request whose instance dies")
     steal_decodes: bool = opt(
-        True, "instances that encode and decode take over decodes of busy ones while they have nothing to encode"
+        True, "instances that encode and decode only take over decodes of busy ones while they have nothing to encode"
     )
     prefetch_features: bool = opt(
         True, "an instance that prefills fetches features of pictures while their requests still wait for their turn"

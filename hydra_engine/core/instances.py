@@ -60,8 +60,8 @@ def role_of(name: str) -> Role:
 
 def lends_decodes(source: Role, target: Role) -> bool:
     """True if decodes may move from an instance of role `source` to one of role `target` while that has nothing to
-    encode. There is no cycle: only the borrower has E."""
-    return Role.D in source and Role.E not in source and Role.E in target and Role.D in target
+    encode. There is no cycle, also not with hand-overs after a prefill: only the borrower has E, and it has no P."""
+    return Role.D in source and Role.E not in source and target == Role.E | Role.D
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,6 +157,9 @@ class TransferReport(msgspec.Struct, frozen=True):
     pulled_bytes: int = 0
     host_bytes: int = 0  # part of `pulled_bytes`: through host memory
     pull_s: float = 0.0  # sum of the durations of copies, which may overlap
+    kv_s: float = 0.0  # part of `pull_s`: of KV, the rest is of features
+    kv_tokens: int = 0  # whose KV was pulled, in whole blocks
+    feature_tokens: int = 0  # image tokens whose features were pulled, in whole blocks
     invalid: int = 0  # offers of others that had ended, or had wrong bytes, when they were copied: discarded
     ignored: int = 0  # messages about unknown offers
 

@@ -38,8 +38,8 @@ from hydra_engine.frontend.progress import JointProgress, OnProgress
 from hydra_engine.frontend.reports import LedgerQueries, StatusTable, Watch
 from hydra_engine.frontend.request import ActiveRequest, activate, usage_of
 from hydra_engine.frontend.routing.decode_stealing import DecodeStealing
+from hydra_engine.frontend.routing.instances import missing_for_good
 from hydra_engine.frontend.routing.placement import Placement, check_fits, plan_switches, switch_roles
-from hydra_engine.frontend.routing.router import missing_for_good
 from hydra_engine.frontend.routing.stand_ins import StandIns
 from hydra_engine.frontend.transitions import RETRY_AFTER_S, Dispatcher, Report
 from hydra_engine.models.specs.base import ModelSpec
@@ -317,7 +317,7 @@ class Frontend:
         self._links[link.name] = link
         self._summaries[link.name] = link.summary
         self._stealing.on_up(link.name, link.summary.max_num_seqs)
-        self._dispatcher.on_up(link.name, self._clock.now())
+        self._dispatcher.on_up(link.name, self._clock.now(), link.summary.max_num_seqs)
 
     def on_down(self, name: str, reason: str, *, restarts: bool) -> None:
         if self.state == "closed":

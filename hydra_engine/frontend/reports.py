@@ -18,7 +18,7 @@ from hydra_engine.core.instances import Condition, InstanceState
 from hydra_engine.core.messages import QueryLedger
 from hydra_engine.core.reports import BudgetReport, InstanceSummary, LedgerReport, StageReport, Status, TransferReport
 from hydra_engine.errors import HydraError
-from hydra_engine.frontend.routing.router import missing_now
+from hydra_engine.frontend.routing.instances import missing_now
 from hydra_engine.frontend.transitions import Dispatcher
 
 _SILENT_S = 5.0  # without a report this long an instance hangs; it sends several a second

@@ -27,7 +27,8 @@ from hydra_engine.core.reports import StageReport
 from hydra_engine.core.request import Request, Resumed
 from hydra_engine.core.results import TokenLogprobs
 from hydra_engine.errors import HydraError
-from hydra_engine.frontend.routing.router import InstanceLoad, Route
+from hydra_engine.frontend.routing.instances import InstanceLoad
+from hydra_engine.frontend.routing.router import Route
 from hydra_engine.preprocess.preprocessor import CallFacts, Prepared
 from hydra_engine.preprocess.text.tokenizer import IncrementalDetokenizer, Spelling, Tokenizer
 from hydra_engine.telemetry.timeline import metrics_of, relative, slo_report
@@ -495,6 +496,11 @@ class RequestInFlight:
     def num_tokens(self) -> int:
         """Tokens of the prompt and of the answer so far."""
         return self.request.num_prompt + self.num_known
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that it may still generate."""
+        return self.request.max_new_tokens - self.num_known
 
     def begin(self, number: RequestId, route: Route, instances: Mapping[str, InstanceLoad], now: float) -> Attempt:
         num_tokens, prefill_at = self.num_tokens, instances[route.prefill]

@@ -47,7 +47,8 @@ from hydra_engine.frontend.request import (
     PoisonGuard,
     RequestInFlight,
 )
-from hydra_engine.frontend.routing.router import InstanceLoad, Instances, Router, Send, missing_for_good
+from hydra_engine.frontend.routing.instances import InstanceLoad, Instances, Send, missing_for_good
+from hydra_engine.frontend.routing.router import Router
 
 logger = logging.getLogger(__name__)
 
@@ -183,9 +184,11 @@ class Dispatcher:
 
     # ---- events of the cluster
 
-    def on_up(self, name: str, now: float) -> None:
-        """Marks the instance ready in its current role, which may have changed while it was down."""
+    def on_up(self, name: str, now: float, max_num_seqs: int = 0) -> None:
+        """Marks the instance ready in its current role, which may have changed while it was down. `max_num_seqs`:
+        requests that it has room for at once; 0: not known."""
         self.instances.mark_up(name)
+        self.instances[name].max_num_seqs = max_num_seqs
         self.wake(now)
 
     def on_down(self, name: str, now: float, *, restarts: bool) -> None:
@@ -537,7 +540,7 @@ class Dispatcher:
 
     def _choose_decoder(self, in_flight: RequestInFlight, now: float) -> None:
         attempt = in_flight.current
-        chosen = self._router.decoder(attempt.route.prefill, in_flight.num_tokens)
+        chosen = self._router.decoder(attempt.route.prefill, in_flight.num_tokens, in_flight.num_left)
         attempt.asks_decoder = isinstance(chosen, Role)
         if isinstance(chosen, Role):
             self._wait_or_stay(in_flight, chosen, now)
@@ -557,15 +560,20 @@ class Dispatcher:
             return
         if now - attempt.prefilled_s < PATIENCE_S:
             return
-        chosen = self._router.decoder(source, in_flight.num_tokens)
+        chosen = self._router.decoder(source, in_flight.num_tokens, in_flight.num_left)
         if isinstance(chosen, Role) or chosen == full or not _has_room(self.instances[chosen], self.instances[full]):
+            return
+        if attempt.id in self.instances[chosen].stale:
             return
         attempt.replaced_decoder = full
         self._move(in_flight, attempt.request, source, chosen)
 
     def move_decode(self, in_flight: RequestInFlight, now: float, target: str) -> None:
-        """Has the decoder hand the request over to `target`. Until it has, it may end the request or keep it."""
+        """Has the decoder hand the request over to `target`. Until it has, it may end the request or keep it. No-op
+        while `target` still has to report the end of an earlier part under this id."""
         attempt = in_flight.current
+        if attempt.id in self.instances[target].stale:
+            return
         victim = attempt.victim = attempt.decoder
         in_flight.has_moved, attempt.late_victim_tokens = True, 0
         self._move(in_flight, in_flight.attempt_request(attempt.id), victim, target)

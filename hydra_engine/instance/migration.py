@@ -86,6 +86,7 @@ class Migration(MigrationPort):
         self._pulled_bytes = 0
         self._pull_s = 0.0
         self._kv_blocks, self._kv_s = 0, 0.0  # copied KV blocks, and the seconds of the copies
+        self._feature_blocks = 0
 
     # ---- requests
 
@@ -360,6 +361,8 @@ class Migration(MigrationPort):
         if plan.image_index is None:
             self._kv_blocks += len(plan.block_ids)
             self._kv_s += result.ended_s - result.started_s
+        else:
+            self._feature_blocks += len(plan.block_ids)
         valid = result.valid and result.problem is None
         outcome = self._destination.end(plan.offer, valid=valid, last=plan.last)
         events = self._connector.on_pull(
@@ -391,6 +394,9 @@ class Migration(MigrationPort):
             pulled_bytes=self._pulled_bytes,
             host_bytes=self._moves.num_bytes,
             pull_s=self._pull_s,
+            kv_s=self._kv_s,
+            kv_tokens=self._kv_blocks * self._connector.kv_block_size,
+            feature_tokens=self._feature_blocks * self._connector.feature_block_size,
             invalid=destination.invalid,
             ignored=source.ignored + destination.ignored,
         )

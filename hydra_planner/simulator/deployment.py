@@ -285,8 +285,9 @@ class Deployment:
     # ---- the cluster's listener
 
     def on_up(self, name: str) -> None:
-        self._stealing.on_up(name, self.cluster.nodes[name].sizes.config.scheduler.max_running_requests)
-        self.dispatcher.on_up(name, self.agenda.now_s)
+        max_num_seqs = self.cluster.nodes[name].sizes.config.scheduler.max_running_requests
+        self._stealing.on_up(name, max_num_seqs)
+        self.dispatcher.on_up(name, self.agenda.now_s, max_num_seqs)
 
     def on_down(self, name: str, *, restarts: bool) -> None:
         self.statuses.pop(name, None)

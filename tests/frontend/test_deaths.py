@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hydra_engine.core.messages import Abort, Encode, Submit
 from hydra_engine.errors import RequestFailed, Unavailable
-from hydra_engine.frontend.routing.router import missing_for_good
+from hydra_engine.frontend.routing.instances import missing_for_good
 from hydra_engine.frontend.transitions import MAX_REPLAYS, PAIR_GRACE_S
 from tests.frontend.rig import Rig, token
 from tests.frontend.several import ABORT, LENGTH, MOVED, RETURNED, STOP, WITHDRAWN, attempt, decoding, prefilled

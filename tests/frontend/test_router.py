@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from hydra_engine.core.instances import Condition, Role, Topology
 from hydra_engine.core.reports import Status
 from hydra_engine.core.request import Request
-from hydra_engine.frontend.routing.router import REMEMBERED, InstanceLoad, Route, Router, missing_for_good, missing_now
+from hydra_engine.frontend.routing.instances import InstanceLoad, missing_for_good, missing_now
+from hydra_engine.frontend.routing.pace import Pace
+from hydra_engine.frontend.routing.router import REMEMBERED, Route, Router
 from tests.examples import examples
 from tests.frontend.rig import make_request
 
@@ -60,10 +62,15 @@ def test_routes_of_each_kind_of_topology(topology: str, request_: Request, expec
     assert routed(table(topology), request_) == expected
 
 
-def test_what_prefills_and_decodes_keeps_its_requests() -> None:
+def test_what_prefills_and_decodes_hands_over_only_to_one_that_does_not_prefill() -> None:
     instances = table("PD+D+E")
-    instances["pd0"].decodes = instances["pd0"].decode_tokens = 1000
     assert routed(instances, TEXT).decode == "pd0"
+    instances["pd0"].decodes, instances["pd0"].decode_tokens = 10, 1000
+    assert routed(instances, TEXT) == Route("pd0", "", "P")
+    assert Router(instances).decoder("pd0", 8) == "d0"
+    instances["d0"].role = Role.P | Role.D
+    instances["d0"].prefill_tokens = 10**6
+    assert routed(instances, TEXT) == Route("pd0", "pd0", "PD"), "neither waits for room at the other"
 
 
 def test_where_it_decodes_is_decided_by_the_loads_of_the_moment_it_is_asked_for() -> None:
@@ -169,10 +176,11 @@ def test_images_leave_an_instance_that_encodes_only_where_they_would_be_done_soo
         return route.remote_images
 
     assert not remote(0, 0)
-    assert not remote(16, 0)
-    assert remote(17, 0)
+    assert remote(1, 0)
     assert not remote(40, 40)
     assert remote(80, 40)
+    instances["ep0"].pace = Pace(feature_s=1.0)
+    assert not remote(80, 40), "the copy takes longer"
 
 
 def test_another_instance_that_prefills_gets_no_images_of_one_that_encodes() -> None:
@@ -197,14 +205,14 @@ def test_an_encoder_that_is_being_emptied_still_helps_who_is_under_way() -> None
 def test_a_prompt_goes_where_its_beginning_was_unless_that_is_much_busier() -> None:
     instances = table("EPD+EPD")
     router = Router(instances, "affinity")
-    first = router.route(make_request(1, prompt=40))
+    first = router.route(make_request(1, prompt=120))
     assert isinstance(first, Route)
     other = next(name for name in instances if name != first.prefill)
-    instances[first.prefill].prefill_tokens = 500
+    instances[first.prefill].prefill_tokens = 30  # fewer than it has cached
     longer = make_request(3, prompt=200)  # begins with the same tokens
     again = router.route(longer)
     assert isinstance(again, Route) and again.prefill == first.prefill
-    instances[first.prefill].prefill_tokens = 10_000
+    instances[first.prefill].prefill_tokens = 250
     assert router.route(longer) == Route(other, other, "EPD")
 
 
@@ -273,7 +281,8 @@ def test_only_what_can_be_used_is_chosen(instances: dict[str, InstanceLoad], ima
         assert prefill.usable and Role.P in prefill.role
         assert decode.usable and Role.D in decode.role
         assert decode is prefill or decode.name in prefill.pairs
-        assert (decode is prefill) == (Role.D in prefill.role)
+        assert (decode is prefill) == (not route.moves)
+        assert decode is prefill or Role.D not in prefill.role or Role.P not in decode.role
         assert set(route.stages) <= set(prefill.role.letters)
         assert ("D" in route.stages) == (decode is prefill)
         if images and not route.remote_images:

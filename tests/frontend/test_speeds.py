@@ -10,15 +10,10 @@ from hydra_engine.core.instances import Role
 from hydra_engine.core.plans import LanguageLoad
 from hydra_engine.core.reports import StepSpeeds
 from hydra_engine.frontend.request import Charge
-from hydra_engine.frontend.routing.router import (
-    ALIKE,
-    DECODE_ROW_TOKENS,
-    InstanceLoad,
-    Instances,
-    Route,
-    Router,
-    slowness,
-)
+from hydra_engine.frontend.routing.estimate import Estimate
+from hydra_engine.frontend.routing.instances import Instances
+from hydra_engine.frontend.routing.pace import ALIKE, Line, Pace, slowness
+from hydra_engine.frontend.routing.router import Route, Router
 from hydra_engine.scheduler.step_stats import SpeedMeter
 from tests.examples import examples
 from tests.frontend.rig import make_request
@@ -41,7 +36,7 @@ def test_devices_are_told_apart_whatever_the_sizes_of_their_steps(devices: list[
     """Devices need one size of step in common with the first."""
     common = {size for _, own in devices for size in own}
     taken = {f"i{n}": {s: f * seconds(s) for s in (own if n else common)} for n, (f, own) in enumerate(devices)}
-    found = slowness(taken)
+    found, _ = slowness(taken)
     least = min(factor for factor, _ in devices)
     for number, (factor, _) in enumerate(devices):
         expected = factor / least if len(devices) > 1 else 1.0
@@ -56,13 +51,14 @@ def test_equal_devices_stay_equal(seen: list[set[int]], random: object) -> None:
         f"i{n}": {s: seconds(s) * random.uniform(0.95, 1.05) for s in own}  # type: ignore[attr-defined]
         for n, own in enumerate(seen)
     }
-    assert set(slowness(taken).values()) == {1.0}
+    assert set(slowness(taken)[0].values()) == {1.0}
 
 
 def test_what_cannot_be_compared_counts_as_fast() -> None:
-    assert slowness({}) == {}
-    assert slowness({"a": {}, "b": {3: 1.0}, "c": {4: 9.0}}) == {"a": 1.0, "b": 1.0, "c": 1.0}
-    chain = slowness({"a": {3: 1.0}, "b": {3: 2.0, 4: 2.0}, "c": {4: 4.0}})
+    assert slowness({}) == ({}, {})
+    found, by_size = slowness({"a": {}, "b": {3: 1.0}, "c": {4: 9.0}})
+    assert found == {"a": 1.0, "b": 1.0, "c": 1.0} and by_size == pytest.approx({3: 1.0, 4: 9.0})
+    chain, _ = slowness({"a": {3: 1.0}, "b": {3: 2.0, 4: 2.0}, "c": {4: 4.0}})
     assert chain == {"a": 1.0, "b": pytest.approx(2.0, rel=0.05), "c": pytest.approx(4.0, rel=0.05)}
 
 
@@ -88,14 +84,16 @@ def test_reports_of_all_instances_are_compared_by_kind_and_forgotten_with_a_deat
     for name, own in zip(instances, speeds, strict=True):
         instances.on_status(name, status(speeds=own))
     slow = instances["b"]
-    assert (instances["a"].prefill_slowness, instances["a"].vision_slowness) == (1.0, 1.0)
-    assert slow.prefill_slowness == pytest.approx(3.0) and slow.decode_slowness == 1.0
-    assert slow.vision_slowness == pytest.approx(2.5)
-    slow.prefill_tokens, slow.decode_tokens, slow.decodes, slow.patches = 100, 50, 1, 10
-    assert slow.language_load == pytest.approx(300 + 50 + DECODE_ROW_TOKENS)
-    assert slow.vision_load == pytest.approx(25)
+    fast = instances["a"].pace
+    assert slow.pace.prefill == pytest.approx(fast.prefill.times(3.0)) and slow.pace.decode == fast.decode
+    assert slow.pace.vision == pytest.approx(fast.vision.times(2.5))
+    slow.prefill_tokens = instances["a"].prefill_tokens = 100
+    slow_s, fast_s = (Estimate(instances[name]).prefilled_s(50, 0) for name in ("b", "a"))
+    assert slow_s == pytest.approx(3 * fast_s)
     instances.mark_down("b", restarts=True)
-    assert (slow.prefill_slowness, slow.decode_slowness, slow.vision_slowness) == (1.0, 1.0, 1.0)
+    instances.on_status("a", status(speeds=speeds[0]))
+    instances.on_status("a", status(speeds=speeds[0]))
+    assert slow.pace == instances["a"].pace
 
 
 # ---- who gets what
@@ -106,7 +104,8 @@ def test_reports_of_all_instances_are_compared_by_kind_and_forgotten_with_a_deat
 def test_load_is_shared_by_speed(factor: float, prompts: list[int]) -> None:
     """Prompts that all wait: tokens go as 1 to the factor, but for the last prompt."""
     instances = table("2P+D")
-    instances["p1"].prefill_slowness = factor
+    instances["p0"].pace = Pace(prefill=Line(0.0, 1e-4))
+    instances["p1"].pace = Pace(prefill=Line(0.0, factor * 1e-4))
     router = Router(instances)
     for number, tokens in enumerate(prompts):
         request = make_request(number, prompt=tokens)
@@ -121,8 +120,11 @@ def test_load_is_shared_by_speed(factor: float, prompts: list[int]) -> None:
 @settings(max_examples=examples(60), deadline=None)
 @given(st.floats(ALIKE, 8.0), st.integers(40, 120))
 def test_decodes_and_pictures_are_shared_by_speed(factor: float, count: int) -> None:
+    """By what each costs all that are there, where a step's time is that of its rows."""
     instances = table("2E+P+2D")
-    instances["d0"].decode_slowness = instances["e1"].vision_slowness = factor
+    for name, instance in instances.items():
+        decode, vision = (Line(0.0, factor * 1e-5 if name == slow else 1e-5) for slow in ("d0", "e1"))
+        instance.pace = Pace(decode=decode, vision=vision, context=16.0)
     router = Router(instances)
     for number in range(count):
         request = make_request(number, images=[16])
@@ -140,7 +142,7 @@ def test_decodes_and_pictures_are_shared_by_speed(factor: float, count: int) -> 
 
 def test_pictures_leave_a_slow_instance_where_another_is_done_sooner() -> None:
     instances = table("EP+E+D")
-    instances["ep0"].patches, instances["e0"].patches = 16, 10
+    instances["ep0"].patches, instances["e0"].patches = 10, 10
     picture = make_request(2, images=[16])
 
     def remote() -> bool:
@@ -149,9 +151,10 @@ def test_pictures_leave_a_slow_instance_where_another_is_done_sooner() -> None:
         return route.remote_images
 
     assert not remote()
-    instances["ep0"].vision_slowness = 2.0
+    slow = Pace(vision=Line(2e-3, 2e-3))
+    instances["ep0"].pace = slow
     assert remote()
-    instances["e0"].vision_slowness = 2.0
+    instances["e0"].pace = slow
     assert not remote()
 
 
@@ -160,18 +163,20 @@ loads = st.tuples(st.integers(0, 3000), st.integers(0, 3000), st.integers(0, 20)
 
 @settings(max_examples=examples(100), deadline=None)
 @given(st.lists(loads, min_size=2, max_size=6), st.floats(1.0, 1.2))
-def test_on_equal_devices_work_is_counted_as_it_is(counts: list[tuple[int, int, int, int]], noise: float) -> None:
-    """The fewest tokens decide, whatever equal devices report."""
-    instances = Instances({f"i{n}": Role.parse("EPD") for n in range(len(counts))}, lambda name, messages: None)
-    for number, (one, (prefill, held, decodes, nearly)) in enumerate(zip(instances.values(), counts, strict=True)):
-        instances.mark_up(one.name)
-        one.prefill_tokens, one.decode_tokens, one.decodes = prefill, held, decodes
-        own = StepSpeeds({9: 0.1 * (noise if number % 2 else 1.0)})
-        instances.on_status(one.name, status(kv_blocks_used=nearly, speeds=own))
+def test_equal_devices_are_not_preferred_for_what_they_report(
+    counts: list[tuple[int, int, int, int]], noise: float
+) -> None:
+    """Steps that differ by no more than equal devices do change no choice."""
 
-    def key(one: InstanceLoad) -> tuple[bool, int]:
-        return one.nearly_full, one.prefill_tokens + one.decode_tokens + DECODE_ROW_TOKENS * one.decodes
+    def chosen(noise: float) -> str:
+        instances = Instances({f"i{n}": Role.parse("EPD") for n in range(len(counts))}, lambda name, messages: None)
+        for number, (one, (prefill, held, decodes, nearly)) in enumerate(zip(instances.values(), counts, strict=True)):
+            instances.mark_up(one.name)
+            one.prefill_tokens, one.decode_tokens, one.decodes = prefill, held * (decodes > 0), decodes
+            own = StepSpeeds({9: 0.1 * (noise if number % 2 else 1.0)})
+            instances.on_status(one.name, status(kv_blocks_used=nearly, speeds=own))
+        route = Router(instances).route(make_request(1))
+        assert isinstance(route, Route)
+        return route.prefill
 
-    route = Router(instances).route(make_request(1))
-    assert isinstance(route, Route)
-    assert route.prefill == min(instances.values(), key=key).name
+    assert chosen(noise) == chosen(1.0)

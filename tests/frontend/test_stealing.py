@@ -17,7 +17,7 @@ from hydra_engine.frontend.routing.decode_stealing import (
     Decode,
     StealPolicy,
 )
-from hydra_engine.frontend.routing.router import InstanceLoad
+from hydra_engine.frontend.routing.instances import InstanceLoad
 from tests.examples import examples
 from tests.frontend.test_router import status, table
 

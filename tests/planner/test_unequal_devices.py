@@ -93,9 +93,9 @@ def test_first_tokens_come_sooner_than_by_counting_tokens(counting: pytest.Monke
     deployment, records = served("2EPD", 3.0)
     by_time = mean_ttft_s(records)
     assert by_time < 0.9 * by_count
-    slow = deployment.dispatcher.instances["epd1"]
-    assert slow.prefill_slowness == pytest.approx(3.0, rel=0.15)
-    assert slow.decode_slowness == pytest.approx(3.0, rel=0.15)
+    fast, slow = (instance.pace for instance in deployment.dispatcher.instances.values())
+    assert slow.prefill.each_s == pytest.approx(3.0 * fast.prefill.each_s, rel=0.15)
+    assert slow.decode.each_s == pytest.approx(3.0 * fast.decode.each_s, rel=0.15)
 
 
 @pytest.mark.slow

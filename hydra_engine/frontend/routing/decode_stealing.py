@@ -14,7 +14,7 @@ from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import Role, lends_decodes
 from hydra_engine.frontend.request import Phase, RequestInFlight
-from hydra_engine.frontend.routing.router import InstanceLoad
+from hydra_engine.frontend.routing.instances import InstanceLoad
 from hydra_engine.frontend.transitions import Dispatcher
 
 # Stolen decodes on one thief: an encode that arrives shares the instance with no more than these.

@@ -1,280 +1,28 @@
-"""The table of instances, and the choice among them: where a request prefills and decodes, where images are encoded.
+"""The choice among instances: where a request prefills and decodes, where its images are encoded, what moves.
 
-The table has each instance's condition, role, load, and the ids that it works on. Loads are counted here in tokens and
-patches, always exact, and multiplied by the instance's slowness; the instance's own report, a fraction of a second old,
-adds what cannot be counted here. An id that the frontend has given up stays with its instance as stale until the
-instance has reported its end: a silent instance can be sent the abort again, a drain knows when it is over, and
-messages about an unknown id are answered once.
-
-The router decides over the table and its own memory of earlier choices; `frontend/transitions.py` acts on it. Reads no
-clock; messages leave through `send`.
+Each choice takes the instance with the least expected lateness, then the least seconds (`estimate.py`), then the one
+chosen longest ago. The router decides over the table of instances and its own memory of earlier choices;
+`frontend/transitions.py` acts on it. Reads no clock.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
-from statistics import fmean
+from operator import itemgetter
+from typing import NamedTuple
 
-from hydra_engine.core.ids import RequestId
 from hydra_engine.core.instances import Condition, Role
-from hydra_engine.core.messages import Abort, ToInstance
-from hydra_engine.core.reports import Status
 from hydra_engine.core.request import ImageItem, Request
-
-# Share of KV blocks in use from which a new request waits or preempts others.
-NEARLY_FULL = 0.95
-# The cost of a decode's row in every step, besides reading its KV.
-DECODE_ROW_TOKENS = 64
-# Equal devices differ by less than this from one moment to the next.
-ALIKE = 1.25
-_ROUNDS = 10  # of the fit; the rest is smaller than the variation of steps
-
-_GONE = frozenset({Condition.FAILED, Condition.STOPPED})
-_UP = frozenset({Condition.READY, Condition.SILENT, Condition.DRAINING})
-
-Send = Callable[[str, Sequence[ToInstance]], None]
-
-
-# ---- the table
-
-
-@dataclass(slots=True)
-class InstanceLoad:
-    """Condition, role and load of an instance. `pairs` are the instances with which it can exchange blocks now."""
-
-    name: str
-    role: Role
-    condition: Condition = Condition.STARTING
-    pairs: set[str] = field(default_factory=set)
-    prefill_tokens: int = 0  # of requests whose first token is still to come
-    decodes: int = 0  # requests that decode here or will
-    decode_tokens: int = 0  # their tokens so far
-    patches: int = 0  # of images that wait for their encode here
-    status: Status | None = None
-    prefill_slowness: float = 1.0  # how many times as long it takes as the fastest instance
-    decode_slowness: float = 1.0
-    vision_slowness: float = 1.0
-    # Ids that were given up and whose end it has not reported, with the number of the request that gets the report.
-    stale: dict[RequestId, RequestId | None] = field(default_factory=dict)
-
-    @property
-    def usable(self) -> bool:
-        return self.condition is Condition.READY
-
-    @property
-    def is_up(self) -> bool:
-        return self.condition in _UP
-
-    @property
-    def may_return(self) -> bool:
-        return self.condition not in _GONE
-
-    @property
-    def nearly_full(self) -> bool:
-        return self.status is not None and self.status.kv_used >= NEARLY_FULL
-
-    @property
-    def language_load(self) -> float:
-        """Work of its language lane in tokens of the fastest instance: tokens to prefill, tokens held by decodes, and
-        `DECODE_ROW_TOKENS` per decode."""
-        decode_load = self.decode_tokens + DECODE_ROW_TOKENS * self.decodes
-        return self.prefill_slowness * self.prefill_tokens + self.decode_slowness * decode_load
-
-    @property
-    def vision_load(self) -> float:
-        """Work of its vision lane in patches of the fastest instance."""
-        return self.vision_slowness * self.patches
-
-    def serves(self, stage: Role) -> bool:
-        return stage in self.role
-
-
-class Instances(dict[str, InstanceLoad]):
-    """The instances of the topology by name, up or not. `send` sends to an instance that is up."""
-
-    def __init__(self, roles: Mapping[str, Role], send: Send) -> None:
-        super().__init__({name: InstanceLoad(name, role) for name, role in roles.items()})
-        self.draining: set[str] = set()
-        self._num_statuses = 0  # reports since speeds were compared
-        self._send = send
-        self._gathered: dict[str, list[ToInstance]] | None = None
-
-    # ---- conditions
-
-    def mark_up(self, name: str) -> None:
-        """Marks the instance ready, or draining: it has started or is no longer silent."""
-        self[name].condition = Condition.DRAINING if name in self.draining else Condition.READY
-
-    def mark_down(self, name: str, *, restarts: bool) -> None:
-        instance = self[name]
-        instance.condition = Condition.STARTING if restarts else Condition.FAILED
-        instance.status = None
-        instance.prefill_slowness = instance.decode_slowness = instance.vision_slowness = 1.0
-        for other in instance.pairs:
-            self[other].pairs.discard(name)
-        instance.pairs.clear()
-        instance.stale.clear()
-
-    def set_pair(self, one: str, other: str, up: bool) -> None:
-        for name, peer in ((one, other), (other, one)):
-            pairs = self[name].pairs
-            if up:
-                pairs.add(peer)
-            else:
-                pairs.discard(peer)
-
-    def drain(self, names: Iterable[str]) -> None:
-        """Keeps new requests away from the instances until `undrain`."""
-        for name in names:
-            self.draining.add(name)
-            if self[name].usable:
-                self[name].condition = Condition.DRAINING
-
-    def undrain(self, names: Iterable[str]) -> None:
-        for name in names:
-            self.draining.discard(name)
-            if self[name].condition is Condition.DRAINING:
-                self[name].condition = Condition.READY
-
-    # ---- speeds
-
-    def on_status(self, name: str, status: Status) -> None:
-        """Stores the latest report of an instance. Compares speeds about once per report of all."""
-        self[name].status = status
-        self._num_statuses += 1
-        if self._num_statuses >= len(self):
-            self._num_statuses = 0
-            self._compare_speeds()
-
-    def _compare_speeds(self) -> None:
-        speeds = {name: one.status.speeds for name, one in self.items() if one.status is not None}
-        prefill = slowness({name: speed.prefill for name, speed in speeds.items()})
-        decode = slowness({name: speed.decode for name, speed in speeds.items()})
-        vision = slowness({name: speed.vision for name, speed in speeds.items()})
-        for name in speeds:
-            instance = self[name]
-            instance.prefill_slowness, instance.decode_slowness = prefill[name], decode[name]
-            instance.vision_slowness = vision[name]
-
-    # ---- messages
-
-    def send(self, name: str, messages: Sequence[ToInstance]) -> None:
-        if not self[name].is_up:
-            return
-        if self._gathered is None:
-            self._send(name, messages)
-        else:
-            self._gathered.setdefault(name, []).extend(messages)
-
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Holds back messages sent inside and sends those to one instance together, so that data shared by requests
-        travels once. Nests."""
-        if self._gathered is not None:
-            yield
-            return
-        self._gathered = {}
-        try:
-            yield
-        finally:
-            gathered, self._gathered = self._gathered, None
-            for name, messages in gathered.items():
-                self.send(name, messages)
-
-    def abort(self, name: str, number: RequestId, owner: RequestId | None) -> None:
-        """Aborts this id at the instance, whose report goes to the request with number `owner`, if any."""
-        if self[name].is_up:
-            self[name].stale[number] = owner
-            self.send(name, [Abort(number)])
-
-    def reject(self, name: str, number: RequestId) -> None:
-        """Aborts an id that is not the instance's, once."""
-        if number not in self[name].stale:
-            self.abort(name, number, None)
-
-    def repeat_aborts(self, name: str) -> None:
-        if stale := self[name].stale:
-            self.send(name, [Abort(number) for number in stale])
-
-
-def prefillers(
-    instances: Iterable[InstanceLoad],
-    *,
-    images: bool,
-    usable: Callable[[InstanceLoad], bool] = lambda instance: instance.usable,
-    any_pair: bool = False,
-) -> list[InstanceLoad] | Role:
-    """Returns the instances that can prefill a request and reach one for every other stage, or the stage that none can
-    serve. `any_pair`: pairs that are down now count too."""
-    candidates = [instance for instance in instances if usable(instance)]
-
-    def reaches(instance: InstanceLoad, stage: Role) -> bool:
-        return instance.serves(stage) or any(
-            other.serves(stage) and (any_pair or other.name in instance.pairs) for other in candidates
-        )
-
-    able = [instance for instance in candidates if instance.serves(Role.P)]
-    if not able:
-        return Role.P
-    able = [instance for instance in able if reaches(instance, Role.D)]
-    if not able:
-        return Role.D
-    if images:
-        able = [instance for instance in able if reaches(instance, Role.E)]
-    return able or Role.E
-
-
-def missing_now(instances: Iterable[InstanceLoad], *, images: bool, without: Container[str] = ()) -> Role | None:
-    """The stage that no instance can serve now, or None; instances in `without` do not count."""
-    others = (instance for instance in instances if instance.name not in without)
-    able = prefillers(others, images=images)
-    return able if isinstance(able, Role) else None
-
-
-def missing_for_good(instances: Iterable[InstanceLoad], *, images: bool) -> Role | None:
-    """The stage that no instance will serve again, since all of its instances have failed for good, or None."""
-    able = prefillers(instances, images=images, usable=lambda instance: instance.may_return, any_pair=True)
-    return able if isinstance(able, Role) else None
-
-
-def slowness(seconds: Mapping[str, Mapping[int, float]]) -> dict[str, float]:
-    """Returns per instance how many times as long its steps take as the fastest one's, from its step durations [s] by
-    size; 1.0 below `ALIKE` and where nothing can be compared. Fits duration = factor(instance) * factor(size), so
-    instances without a common size are comparable through a third."""
-    sizes = Counter(size for own in seconds.values() for size in own)
-    logs = {
-        name: {size: math.log(taken_s) for size, taken_s in own.items() if sizes[size] > 1 and taken_s > 0}
-        for name, own in seconds.items()
-    }
-    known = {name: own for name, own in logs.items() if own}
-    factors = dict.fromkeys(known, 0.0)
-    for _ in range(_ROUNDS):
-        by_size: dict[int, list[float]] = {}
-        for name, own in known.items():
-            for size, taken in own.items():
-                by_size.setdefault(size, []).append(taken - factors[name])
-        typical = {size: fmean(rests) for size, rests in by_size.items()}
-        factors = {name: fmean(taken - typical[size] for size, taken in own.items()) for name, own in known.items()}
-    least = min(factors.values(), default=0.0)
-    found = {name: math.exp(factors.get(name, least) - least) for name in seconds}
-    return {name: ratio if ratio >= ALIKE else 1.0 for name, ratio in found.items()}
-
-
-# ---- the choice
+from hydra_engine.frontend.routing.estimate import ANSWER_TOKENS, Decode, Estimate
+from hydra_engine.frontend.routing.instances import InstanceLoad, prefillers
 
 LEAST_LOADED, AFFINITY, ROUND_ROBIN = "least-loaded", "affinity", "round-robin"
 
-# A cache hit saves at most a prefill: it is worth a queue up to `BUSIER` times as long, plus one of these.
-BUSIER = 2
-BUSIER_TOKENS = 2048
-BUSIER_PATCHES = 4096
 # Entries of each memory; a cache holds fewer long prompts than that.
 REMEMBERED = 4096
 # Lengths in tokens of the prefixes by which a prompt is recognised; the longest is tried first.
@@ -296,15 +44,81 @@ class Route:
         return self.decode != self.prefill
 
 
+class _Hit(NamedTuple):
+    """What an instance has probably cached of a request."""
+
+    tokens: int = 0
+    patches: int = 0
+
+
+_MISS = _Hit()
+
+
+class _Helpers:
+    """Instances that could encode or decode for one that prefills, the best first. Of two that prefill, neither waits
+    for the other's features or room unless it cannot do that itself, so no two wait for each other."""
+
+    def __init__(
+        self, instances: Iterable[InstanceLoad], able: Sequence[InstanceLoad], request: Request, patches: int
+    ) -> None:
+        self._tokens, self._left = request.num_prompt, min(request.max_new_tokens, ANSWER_TOKENS)
+        self._made: dict[str, Estimate] = {}
+        self._joined: dict[str, Decode] = {}
+        encode, images = _helping(instances, able, Role.E) if patches else [], len(request.images)
+        self.encode = bool(encode)
+        apart = sum(not load.serves(Role.P) for load in encode)
+        part = -(-patches // max(min(images, apart or len(encode)), 1))
+        self._encoders = sorted(((self.made(load).encoded_s(part), load) for load in encode), key=itemgetter(0))
+        decode = [self.made(load) for load in _helping(instances, able, Role.D)]
+        arriving = ((one.load.nearly_full, one.arrive(self._tokens, self.join(one)), one.load) for one in decode)
+        self._decoders = sorted(arriving, key=itemgetter(0, 1))
+        self._encoders_apart = [entry for entry in self._encoders if not entry[1].serves(Role.P)]
+        self._decoders_apart = [entry for entry in self._decoders if not entry[2].serves(Role.P)]
+
+    def made(self, load: InstanceLoad) -> Estimate:
+        if (estimate := self._made.get(load.name)) is None:
+            estimate = self._made[load.name] = Estimate(load)
+        return estimate
+
+    def join(self, estimate: Estimate) -> Decode:
+        joined = self._joined[estimate.load.name] = estimate.join(self._tokens, self._left)
+        return joined
+
+    def encoded_s(self, load: InstanceLoad) -> float | None:
+        """Seconds until another instance would have encoded the images; None if none may do that for this one."""
+        for seconds, other in self._encoders_apart if load.serves(Role.E) else self._encoders:
+            if other.name in load.pairs:
+                return seconds
+        return None
+
+    def decode(self, estimate: Estimate, full: bool) -> tuple[Decode, bool]:
+        """Returns the cost of the decode after a prefill at this instance, and True if it moves for it."""
+        load = estimate.load
+        stays = load.serves(Role.D)
+        own = (self._joined.get(load.name) or self.join(estimate)) if stays else (0.0, 0.0)
+        for there_full, arriving, other in self._decoders_apart if stays else self._decoders:
+            if other.name in load.pairs:
+                moves = not stays or (there_full, arriving) < (full, own)
+                return (arriving, True) if moves else (own, False)
+        return own, not stays
+
+
+def _helping(instances: Iterable[InstanceLoad], able: Sequence[InstanceLoad], stage: Role) -> list[InstanceLoad]:
+    """The instances that may serve `stage` for one of `able`."""
+    if all(load.serves(stage) for load in able):
+        instances = [load for load in instances if not load.serves(Role.P)]
+    return [load for load in instances if load.serves(stage) and load.usable]
+
+
 class Router:
     """The choice of instances for requests, over `instances`, which the caller keeps up to date. `policy`:
-    least-loaded, affinity (prefers instances that may have a cache hit) or round-robin."""
+    least-loaded, affinity (counts what an instance has probably cached as done) or round-robin."""
 
     def __init__(self, instances: Mapping[str, InstanceLoad], policy: str = LEAST_LOADED) -> None:
         self._instances = instances
         self._policy = policy
         self._turn = 0
-        self._turns: dict[tuple[str, str], int] = {}  # (stage, name): the turn in which it was chosen last
+        self._turns: dict[str, dict[str, int]] = {"E": {}, "P": {}, "D": {}}  # when each was chosen last for a stage
         self._prompts = _Memory()
         self._prefilled = _Memory()  # by image digest
         self._encoded = _Memory()
@@ -316,22 +130,46 @@ class Router:
         if isinstance(able, Role):
             return able
         able = [instance for instance in able if instance.name == preferred] or able
-        known = self._known_prefill(request, able)
-        prefill = self._choose("P", able, lambda p: _prefill_key(p, request.num_prompt), known, BUSIER_TOKENS)
+        if self._policy == ROUND_ROBIN:
+            prefill = min(able, key=lambda instance: self._turns["P"].get(instance.name, 0))
+            remote, moves = bool(request.images) and not prefill.serves(Role.E), not prefill.serves(Role.D)
+        else:
+            prefill, remote, moves = self._least_late(request, able)
+        self._took("P", prefill.name)
         self._remember_prefill(request, prefill.name)
-        remote = bool(request.images) and self._encodes_elsewhere(request, prefill)
-        wanted = (Role.P, Role.D) if remote else (Role.E, Role.P, Role.D)
-        stages = "".join(stage.name or "" for stage in wanted if prefill.serves(stage))
-        return Route(prefill.name, prefill.name if prefill.serves(Role.D) else "", stages, remote)
+        here = Role.P | (Role(0) if remote else Role.E) | (Role(0) if moves else Role.D)
+        return Route(prefill.name, "" if moves else prefill.name, (here & prefill.role).letters, remote)
 
-    def decoder(self, source: str, num_tokens: int) -> str | Role:
-        """Returns the decoder for a request of `num_tokens` prefilled at `source`, by current loads, or Role.D if there
-        is none. Draining instances are used only if no other can."""
-        instance = self._instances[source]
-        candidates = self._partners(instance, Role.D) or self._partners(instance, Role.D, Condition.DRAINING)
-        if not candidates:
-            return Role.D
-        return self._choose("D", candidates, lambda p: _decode_key(p, num_tokens), None, 0).name
+    def _least_late(self, request: Request, able: Sequence[InstanceLoad]) -> tuple[InstanceLoad, bool, bool]:
+        """Returns the instance for the prefill, whether the images are encoded elsewhere, and whether it decodes
+        elsewhere."""
+        tokens, features = request.num_prompt, request.num_image_tokens
+        patches = sum(image.num_patches for image in request.images)
+        helpers = _Helpers(self._instances.values(), able, request, patches)
+        hits, ttft_s = self._hits(request), math.inf if request.slo.ttft_s is None else request.slo.ttft_s
+        turns = self._turns["P"]
+        least: tuple[bool, float, float, int] | None = None
+        for load in able:
+            estimate = helpers.made(load)
+            todo, fresh = tokens, patches
+            if hits and (hit := hits.get(load.name)) is not None:
+                todo, fresh = max(tokens - hit.tokens, 1), patches - hit.patches
+            first_s, remote = estimate.prefilled_s(todo, fresh), False
+            if helpers.encode and (encoded_s := helpers.encoded_s(load)) is not None:
+                copied_s = encoded_s + load.pace.feature_s * features
+                behind_s = estimate.prefilled_behind_s(todo, copied_s)
+                remote = behind_s < first_s or not load.serves(Role.E)
+                first_s = behind_s if remote else first_s
+            full = load.nearly_full
+            (late_s, slow_s), moves = helpers.decode(estimate, full)
+            if first_s > ttft_s:
+                late_s += first_s - ttft_s
+            key = full, late_s, first_s + slow_s, turns.get(load.name, 0)
+            if least is None or key < least:
+                least, chosen = key, (load, remote, moves)
+        return chosen
+
+    # ---- images
 
     def encoders(self, target: str, images: Sequence[tuple[int, ImageItem]]) -> dict[str, list[int]] | Role:
         """Returns the indices of these (index, image) per encoder, for a request prefilled at `target`, or Role.E if
@@ -339,32 +177,44 @@ class Router:
         if no other can."""
         instance = self._instances[target]
         candidates = self._partners(instance, Role.E) or self._partners(instance, Role.E, Condition.DRAINING)
+        if instance.serves(Role.E):
+            candidates = [other for other in candidates if not other.serves(Role.P)] or candidates
         if not candidates:
             return Role.E
         added = dict.fromkeys((candidate.name for candidate in candidates), 0)
+        estimates = {candidate.name: Estimate(candidate) for candidate in candidates}
         chosen: dict[str, list[int]] = {}
         for index, image in sorted(images, key=lambda pair: (-pair[1].num_patches, pair[0])):
-            known = self._known(self._encoded, image.digest, candidates)
-            encoder = self._choose(
-                "E", candidates, partial(_encode_key, added=added, patches=image.num_patches), known, BUSIER_PATCHES
-            )
+            known = self._known(self._encoded, image.digest)
+
+            def seconds(load: InstanceLoad, image: ImageItem = image, known: str | None = known) -> tuple[float, ...]:
+                patches = added[load.name] + (0 if load.name == known else image.num_patches)
+                return (estimates[load.name].encoded_s(patches),)
+
+            encoder = self._choose("E", candidates, seconds)
             self._remember(self._encoded, image.digest, encoder.name)
             added[encoder.name] += image.num_patches
             chosen.setdefault(encoder.name, []).append(index)
         return {name: sorted(indices) for name, indices in chosen.items()}
 
-    # ---- images here or elsewhere
+    # ---- decodes
 
-    def _encodes_elsewhere(self, request: Request, prefill: InstanceLoad) -> bool:
-        """True unless `prefill` encodes these images itself: it cannot, or an encoder that does not prefill would
-        finish them before its turn for them came."""
-        if not prefill.serves(Role.E):
-            return True
-        others = [instance for instance in self._partners(prefill, Role.E) if not instance.serves(Role.P)]
-        if not others:
-            return False
-        margin = sum(image.num_patches for image in request.images)
-        return prefill.vision_load > min(i.vision_slowness * (i.patches + margin) for i in others)
+    def decoder(self, source: str, num_tokens: int, left: int = ANSWER_TOKENS) -> str | Role:
+        """Returns the decoder for a request of `num_tokens` prefilled at `source` with up to `left` tokens to come, by
+        current loads, or Role.D if there is none. Draining instances are used only if no other can."""
+        instance = self._instances[source]
+        candidates = self._partners(instance, Role.D) or self._partners(instance, Role.D, Condition.DRAINING)
+        if instance.serves(Role.D):
+            candidates = [other for other in candidates if not other.serves(Role.P)]
+        if not candidates:
+            return Role.D
+        left = min(left, ANSWER_TOKENS)
+
+        def cost(load: InstanceLoad) -> tuple[float, ...]:
+            estimate = Estimate(load)
+            return load.nearly_full, *estimate.arrive(num_tokens, estimate.join(num_tokens, left))
+
+        return self._choose("D", candidates, cost).name
 
     # ---- choosing
 
@@ -372,98 +222,90 @@ class Router:
         self, instance: InstanceLoad, stage: Role, condition: Condition = Condition.READY
     ) -> list[InstanceLoad]:
         """The instances in that condition that serve `stage` and are connected with `instance`."""
-        others = (self._instances[name] for name in sorted(instance.pairs))
-        return [other for other in others if other.condition is condition and other.serves(stage)]
+        others = self._instances.values()
+        return [o for o in others if o.condition is condition and o.serves(stage) and o.name in instance.pairs]
 
     def _choose(
-        self,
-        stage: str,
-        candidates: Sequence[InstanceLoad],
-        load: Callable[[InstanceLoad], tuple[float, ...]],
-        known: InstanceLoad | None,
-        slack: int,
+        self, stage: str, candidates: Sequence[InstanceLoad], cost: Callable[[InstanceLoad], tuple[float, ...]]
     ) -> InstanceLoad:
-        """Returns the candidate with the least key; among equals, the one chosen longest ago. Prefers `known`, which
-        has a cache entry, unless only it is nearly full or the last part of its key exceeds `BUSIER` times the least
-        one plus `slack`."""
+        """Returns the candidate with the least cost; among equals, the one chosen longest ago."""
 
-        def turn(instance: InstanceLoad) -> int:
-            return self._turns.get((stage, instance.name), 0)
+        def turn(load: InstanceLoad) -> int:
+            return self._turns[stage].get(load.name, 0)
 
         if self._policy == ROUND_ROBIN:
             best = min(candidates, key=turn)
         else:
-            best = min(candidates, key=lambda instance: (load(instance), turn(instance)))
-            if known is not None and known.nearly_full <= best.nearly_full:
-                best = known if load(known)[-1] <= BUSIER * load(best)[-1] + slack else best
-        self._turn += 1
-        self._turns[stage, best.name] = self._turn
+            best = min(candidates, key=lambda load: (cost(load), turn(load)))
+        self._took(stage, best.name)
         return best
+
+    def _took(self, stage: str, name: str) -> None:
+        self._turn += 1
+        self._turns[stage][name] = self._turn
 
     # ---- memory of earlier choices
 
-    def _known_prefill(self, request: Request, candidates: Sequence[InstanceLoad]) -> InstanceLoad | None:
+    def _hits(self, request: Request) -> dict[str, _Hit]:
+        """What instances have probably cached: as much of the prompt as it may share with the latest one that begins
+        alike, and its pictures."""
         if self._policy != AFFINITY:
-            return None
-        for key in reversed(_prompt_keys(request)):
-            if (instance := self._known(self._prompts, key, candidates)) is not None:
-                return instance
+            return {}
+        hits: dict[str, _Hit] = {}
         for image in request.images:
-            if (instance := self._known(self._prefilled, image.digest, candidates)) is not None:
-                return instance
-        return None
+            if (entry := self._prefilled.get(image.digest)) is not None:
+                hit = hits.get(entry.name, _MISS)
+                hits[entry.name] = hit._replace(patches=hit.patches + image.num_patches)
+        keys = _prompt_keys(request)
+        for place in reversed(range(len(keys))):
+            if (entry := self._prompts.get(keys[place])) is not None:
+                shared = min(entry.tokens, request.num_prompt)
+                if place + 1 < len(_DEPTHS):
+                    shared = min(shared, _DEPTHS[place + 1])
+                hits[entry.name] = hits.get(entry.name, _MISS)._replace(tokens=shared)
+                break
+        return hits
 
     def _remember_prefill(self, request: Request, name: str) -> None:
         if self._policy == AFFINITY:
             for key in _prompt_keys(request):
-                self._prompts.put(key, name)
+                self._prompts.put(key, _Entry(name, request.num_prompt))
             for image in request.images:
-                self._prefilled.put(image.digest, name)
+                self._prefilled.put(image.digest, _Entry(name))
 
-    def _known(self, memory: _Memory, key: bytes, candidates: Sequence[InstanceLoad]) -> InstanceLoad | None:
-        name = memory.get(key) if self._policy == AFFINITY else None
-        return next((instance for instance in candidates if instance.name == name), None)
+    def _known(self, memory: _Memory, key: bytes) -> str | None:
+        entry = memory.get(key) if self._policy == AFFINITY else None
+        return None if entry is None else entry.name
 
     def _remember(self, memory: _Memory, key: bytes, name: str) -> None:
         if self._policy == AFFINITY:
-            memory.put(key, name)
+            memory.put(key, _Entry(name))
+
+
+class _Entry(NamedTuple):
+    """An instance, and the length of the prompt that went there."""
+
+    name: str
+    tokens: int = 0
 
 
 class _Memory:
     """The latest `REMEMBERED` keys and their instances."""
 
     def __init__(self) -> None:
-        self._names: OrderedDict[bytes, str] = OrderedDict()
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._entries)
 
-    def get(self, key: bytes) -> str | None:
-        return self._names.get(key)
+    def get(self, key: bytes) -> _Entry | None:
+        return self._entries.get(key)
 
-    def put(self, key: bytes, name: str) -> None:
-        self._names[key] = name
-        self._names.move_to_end(key)
-        if len(self._names) > REMEMBERED:
-            self._names.popitem(last=False)
-
-
-# Keys: (nearly full,) load with this work, load without it; in tokens or patches of the fastest instance.
-
-
-def _prefill_key(instance: InstanceLoad, num_tokens: int) -> tuple[float, ...]:
-    load = instance.language_load
-    return instance.nearly_full, load + instance.prefill_slowness * num_tokens, load
-
-
-def _decode_key(instance: InstanceLoad, num_tokens: int) -> tuple[float, ...]:
-    load = instance.language_load
-    return instance.nearly_full, load + instance.decode_slowness * (num_tokens + DECODE_ROW_TOKENS), load
-
-
-def _encode_key(instance: InstanceLoad, added: Mapping[str, int], patches: int) -> tuple[float, ...]:
-    waiting = instance.patches + added[instance.name]
-    return instance.vision_slowness * (waiting + patches), instance.vision_slowness * waiting
+    def put(self, key: bytes, entry: _Entry) -> None:
+        self._entries[key] = entry
+        self._entries.move_to_end(key)
+        if len(self._entries) > REMEMBERED:
+            self._entries.popitem(last=False)
 
 
 def _prompt_keys(request: Request) -> list[bytes]:

@@ -12,7 +12,7 @@ from functools import reduce
 from operator import or_
 
 from hydra_engine.core.instances import Role
-from hydra_engine.frontend.routing.router import Instances, missing_now
+from hydra_engine.frontend.routing.instances import Instances, missing_now
 
 logger = logging.getLogger(__name__)
 

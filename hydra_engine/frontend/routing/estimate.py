@@ -1,0 +1,91 @@
+"""Seconds that a request would take on an instance: its queue, its encode and prefill, and its decode beside others.
+
+Reads the loads of `instances.py` and the pace of `pace.py`. An instance with decodes computes prompts and pictures in
+the time that their steps leave: within a TPOT limit what the limit leaves, without one the time of a full chunk.
+Pictures and prompts of one instance take turns. Before anything is measured the seconds are right in proportion only.
+"""
+
+from __future__ import annotations
+
+from hydra_engine.frontend.routing.instances import InstanceLoad
+
+# Share of its time that an instance gives to prompts and pictures at least, however many requests decode there.
+LEAST_SHARE = 1 / 64
+# Share of its time that an encode gets beside decodes, which never wait for it.
+VISION_SHARE = 0.5
+# Tokens of an answer whose length is not known: most end before their limit.
+ANSWER_TOKENS = 128
+
+# Cost of a decode where it would run, in seconds: by which it and those there would miss the TPOT limit in all, and
+# that it takes and adds to the work of others.
+Decode = tuple[float, float]
+
+
+class Estimate:
+    """An instance at the moment of a choice, which makes one for each instance."""
+
+    __slots__ = ("_pictures_s", "_prompts_s", "_share", "_step_s", "load")
+
+    def __init__(self, load: InstanceLoad) -> None:
+        self.load, pace = load, load.pace
+        base_s, each_s = pace.prefill
+        self._prompts_s = base_s + each_s * load.prefill_tokens if load.prefill_tokens else 0.0
+        base_s, each_s = pace.vision
+        self._pictures_s = base_s + each_s * load.patches if load.patches else 0.0
+        self._step_s, self._share = 0.0, 1.0  # of the decodes there, and the time that they leave
+        if load.decodes:
+            self._step_s = self._decode_s(0, 0)
+            self._share = self._left(self._step_s)
+
+    def encoded_s(self, patches: int) -> float:
+        """Seconds until the instance would have encoded `patches` more."""
+        own_s = self.load.pace.vision.at(self.load.patches + patches)
+        contested_s = own_s + min(own_s, self._prompts_s)
+        return contested_s / min(self._share, VISION_SHARE) if self._step_s else contested_s
+
+    def prefilled_s(self, tokens: int, patches: int) -> float:
+        """Seconds until the instance would have encoded `patches` and prefilled `tokens` of a request."""
+        load = self.load
+        prompts_s = load.pace.prefill.at(load.prefill_tokens + tokens)
+        if patches:
+            return (prompts_s + load.pace.vision.at(load.patches + patches)) / self._share
+        return (prompts_s + min(prompts_s, self._pictures_s)) / self._share
+
+    def prefilled_behind_s(self, tokens: int, features_s: float) -> float:
+        """Seconds until the instance would have prefilled `tokens` whose features are there in `features_s` seconds."""
+        queue_s = self.prefilled_s(tokens, 0)
+        return max(features_s + self.load.pace.prefill.at(tokens) / self._share, queue_s)
+
+    def join(self, tokens: int, left: int) -> Decode:
+        """Cost of a decode of `left` tokens if it joins those there with `tokens` tokens."""
+        before_s, after_s, count = self._step_s, self._decode_s(1, tokens), self.load.decodes
+        late_s, slow_s, limit_s = 0.0, left * (after_s + count * (after_s - before_s)), self.load.pace.limit_s
+        if after_s > limit_s:
+            late_s = left * ((count + 1) * (after_s - limit_s) - count * max(0.0, before_s - limit_s))
+        if waits_s := self._prompts_s + self._pictures_s:
+            slow_s += waits_s / self._left(after_s) - waits_s / self._share
+        return late_s, slow_s
+
+    def arrive(self, tokens: int, joined: Decode) -> Decode:
+        """Cost of a decode that joins and comes from another instance: its second token waits for the copy of its KV,
+        for the step that runs here, and for a step of its own."""
+        late_s, slow_s = joined
+        pace, step_s = self.load.pace, self._decode_s(1, tokens)
+        running_s = self._step_s + self._prompts_s
+        copy_s = pace.kv_token_s * tokens
+        gap_s = copy_s + 0.5 * (running_s if running_s < pace.limit_s else pace.limit_s) + step_s
+        return late_s + max(0.0, gap_s - pace.limit_s), slow_s + copy_s
+
+    def _decode_s(self, more: int, tokens: int) -> float:
+        """Seconds of a step of the decodes there, and `more` with `tokens` tokens."""
+        load, pace = self.load, self.load.pace
+        base_s, each_s = pace.decode
+        keys = (load.decode_tokens + tokens) / pace.context
+        return base_s + each_s * 0.5 * (load.decodes + more + keys)  # half by row, half by key
+
+    def _left(self, step_s: float) -> float:
+        """Share of the time that is left for prompts and pictures, if decodes take `step_s` seconds a step."""
+        pace = self.load.pace
+        full_s = step_s + pace.chunk_s
+        share = 1 - step_s / (full_s if full_s < pace.limit_s else pace.limit_s)
+        return share if share > LEAST_SHARE else LEAST_SHARE
