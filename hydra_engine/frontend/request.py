@@ -270,6 +270,7 @@ class Charge:
     prefill_tokens: int = 0  # tokens to compute there
     decode_tokens: int = 0  # tokens whose KV is there while it decodes
     patches: int = 0
+    decodes_later: bool = False  # it decodes there too, after this prefill
 
     def __post_init__(self) -> None:
         self._count(1)
@@ -284,12 +285,14 @@ class Charge:
     def release(self) -> None:
         self._count(-1)
         self.prefill_tokens = self.decode_tokens = self.patches = 0
+        self.decodes_later = False
 
     def _count(self, sign: int) -> None:
         self.instance.prefill_tokens += sign * self.prefill_tokens
         self.instance.patches += sign * self.patches
         self.instance.decode_tokens += sign * self.decode_tokens
         self.instance.decodes += sign * (self.decode_tokens > 0)
+        self.instance.later_decodes += sign * self.decodes_later
 
 
 @dataclass(slots=True, eq=False)
@@ -506,8 +509,9 @@ class RequestInFlight:
         num_tokens, prefill_at = self.num_tokens, instances[route.prefill]
         local = () if route.remote_images else self.request.images
         patches = sum(image.num_patches for image in local)
-        prefill = Charge(prefill_at, prefill_tokens=num_tokens, patches=patches)
-        decode = Charge(prefill_at, decode_tokens=0 if route.moves else num_tokens)
+        stays = not route.moves
+        prefill = Charge(prefill_at, prefill_tokens=num_tokens, patches=patches, decodes_later=stays)
+        decode = Charge(prefill_at, decode_tokens=num_tokens if stays else 0)
         self.attempt = Attempt(self.attempt_request(number), route, self.num_known, now, prefill, decode)
         self.phase, self.deadline_s = Phase.PREFILLING, None
         self.attempts += 1

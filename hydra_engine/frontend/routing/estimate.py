@@ -7,6 +7,8 @@ Pictures and prompts of one instance take turns. Before anything is measured the
 
 from __future__ import annotations
 
+import math
+
 from hydra_engine.frontend.routing.instances import InstanceLoad
 
 # Share of its time that an instance gives to prompts and pictures at least, however many requests decode there.
@@ -34,8 +36,10 @@ class Estimate:
         self._pictures_s = base_s + each_s * load.patches if load.patches else 0.0
         self._step_s, self._share = 0.0, 1.0  # of the decodes there, and the time that they leave
         if load.decodes:
-            self._step_s = self._decode_s(0, 0)
-            self._share = self._left(self._step_s)
+            self._step_s = step_s = self._decode_s(0, 0)
+            self._share = self._left(step_s)
+            if load.later_decodes:  # none of them runs while the first prompt of the queue is computed, all at its end
+                self._share += 0.5 * (1 - self._share) * load.later_decodes / load.decodes
 
     def encoded_s(self, patches: int) -> float:
         """Seconds until the instance would have encoded `patches` more."""
@@ -56,6 +60,11 @@ class Estimate:
         queue_s = self.prefilled_s(tokens, 0)
         return max(features_s + self.load.pace.prefill.at(tokens) / self._share, queue_s)
 
+    def stalled_s(self, tokens: int) -> float:
+        """Seconds by which the prefill of `tokens` delays the decodes there in all; none within a TPOT limit."""
+        pace = self.load.pace
+        return self.load.decodes * pace.prefill.each_s * tokens if pace.limit_s == math.inf else 0.0
+
     def join(self, tokens: int, left: int) -> Decode:
         """Cost of a decode of `left` tokens if it joins those there with `tokens` tokens."""
         before_s, after_s, count = self._step_s, self._decode_s(1, tokens), self.load.decodes
@@ -73,6 +82,8 @@ class Estimate:
         pace, step_s = self.load.pace, self._decode_s(1, tokens)
         running_s = self._step_s + self._prompts_s
         copy_s = pace.kv_token_s * tokens
+        if self.load.status is not None and (moved := self.load.status.transfer).pulls:
+            copy_s += moved.pulls * moved.pull_s / max(moved.pulled, 1)
         gap_s = copy_s + 0.5 * (running_s if running_s < pace.limit_s else pace.limit_s) + step_s
         return late_s + max(0.0, gap_s - pace.limit_s), slow_s + copy_s
 

@@ -40,6 +40,7 @@ class InstanceLoad:
     prefill_tokens: int = 0  # of requests whose first token is still to come
     decodes: int = 0  # requests that decode here or will
     decode_tokens: int = 0  # their tokens so far
+    later_decodes: int = 0  # part of `decodes`: whose first token is still to come
     patches: int = 0  # of images that wait for their encode here
     max_num_seqs: int = 0  # requests that hold KV blocks at once; 0: not known
     status: Status | None = None

@@ -164,7 +164,7 @@ class Router:
             (late_s, slow_s), moves = helpers.decode(estimate, full)
             if first_s > ttft_s:
                 late_s += first_s - ttft_s
-            key = full, late_s, first_s + slow_s, turns.get(load.name, 0)
+            key = full, late_s, first_s + slow_s + estimate.stalled_s(todo), turns.get(load.name, 0)
             if least is None or key < least:
                 least, chosen = key, (load, remote, moves)
         return chosen
