@@ -91,7 +91,8 @@ def paces(statuses: Mapping[str, Status], context: float) -> dict[str, Pace]:
 def slowness(seconds: Mapping[str, Mapping[int, float]]) -> tuple[dict[str, float], dict[int, float]]:
     """Returns per instance how many times as long its steps take as the fastest one's, from its step durations [s] by
     size; 1.0 below `ALIKE` and where nothing can be compared. Then the durations by size on the fastest. Fits duration
-    = factor(instance) * factor(size), so instances without a common size are comparable through a third."""
+    = factor(instance) * factor(size), so instances without a common size are comparable through a third; one that has
+    no size in common with any counts as slow only as far as no equal one could be."""
     logs = {
         name: {size: math.log(taken_s) for size, taken_s in own.items() if taken_s > 0} for name, own in seconds.items()
     }
@@ -103,10 +104,36 @@ def slowness(seconds: Mapping[str, Mapping[int, float]]) -> tuple[dict[str, floa
         typical = _typical(known, factors)
         factors = {name: fmean(taken - typical[size] for size, taken in own.items()) for name, own in known.items()}
     least = min(factors.values(), default=0.0)
-    found = {name: math.exp(factors.get(name, least) - least) for name in seconds}
+    factors = {name: factors.get(name, least) - least for name in seconds}
+    ceilings = _ceilings(logs, factors)
+    for name in logs.keys() - known.keys():
+        factors[name] = _least_factor(logs[name], ceilings)
+    found = {name: math.exp(factor) for name, factor in factors.items()}
     slow = {name: ratio if ratio >= ALIKE else 1.0 for name, ratio in found.items()}
     by_size = _typical(logs, {name: math.log(ratio) for name, ratio in slow.items()})
     return slow, {size: math.exp(taken) for size, taken in by_size.items()}
+
+
+def _ceilings(logs: Mapping[str, Mapping[int, float]], factors: Mapping[str, float]) -> dict[int, float]:
+    """Logarithm of the least duration of each size, without the factors of the instances."""
+    found: dict[int, float] = {}
+    for name, own in logs.items():
+        for size, taken in own.items():
+            found[size] = min(taken - factors[name], found.get(size, math.inf))
+    return found
+
+
+def _least_factor(own: Mapping[int, float], ceilings: Mapping[int, float]) -> float:
+    """Logarithm of how many times as long an instance takes at least that has no size in common with others: a step of
+    twice the rows takes as long at least, and twice as long at most."""
+    others = [(size, ceiling) for size, ceiling in ceilings.items() if size not in own]
+    if not others:
+        return 0.0
+    bounds = (
+        taken - min(ceiling + max(0, size - other) * math.log(2) for other, ceiling in others)
+        for size, taken in own.items()
+    )
+    return max(0.0, *bounds) if own else 0.0
 
 
 def _typical(logs: Mapping[str, Mapping[int, float]], factors: Mapping[str, float]) -> dict[int, float]:
