@@ -1,5 +1,5 @@
-"""How long a routing decision takes, by the number of instances: where a request with pictures prefills, where they are
-encoded, and where it decodes.
+"""Times routing decisions, by the number of instances: where a request with pictures prefills, where they are encoded,
+and where it decodes.
 
 The router is that of the frontend, over instances that are all connected, report step times and hold random loads.
 Topologies: instances that can all do everything, and some that encode, prefill and decode.

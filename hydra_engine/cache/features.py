@@ -44,10 +44,6 @@ class FeatureCache:
         self._keeps = keeps
         self._entries: dict[FeatureKey, _Entry] = {}
 
-    @property
-    def block_size(self) -> int:
-        return self._blocks.block_size
-
     def blocks_for(self, num_tokens: int) -> int:
         """Number of image-cache blocks that `num_tokens` features need."""
         return self._blocks.blocks_for(num_tokens)

@@ -106,6 +106,7 @@ def _migration(stack: ComputeStack, connector: PeerConnector, connect: Connect) 
         peers=connect(exports, descriptors),
         num_slots=exports.num_words,
         config=stack.config.cluster,
+        cache=stack.config.cache,
     )
 
 

@@ -40,7 +40,7 @@ from hydra_engine.transfer.pulls import Committed, Destination, Gone, Offered
 from hydra_engine.transfer.staging import StagedPulls, Staging
 
 if TYPE_CHECKING:
-    from hydra_engine.config import ClusterConfig
+    from hydra_engine.config import CacheConfig, ClusterConfig
     from hydra_engine.core.ids import StepId
     from hydra_engine.core.messages import RequestMessage, ToFrontend
     from hydra_engine.core.request import Request
@@ -69,11 +69,12 @@ class Migration(MigrationPort):
         peers: PeerPort,
         num_slots: int,
         config: ClusterConfig,
+        cache: CacheConfig,
     ) -> None:
         self._connector = connector
         self._transfer = transfer
         self._peers = peers
-        self._config = config
+        self._config, self._cache = config, cache
         self._source = Source(incarnation, num_slots, transfer.set_word, config.lease_s)
         self._destination = Destination(config.lease_s / RENEWALS_PER_LEASE)
         self._moves = StagedMoves(self._source, transfer, peers)
@@ -395,8 +396,8 @@ class Migration(MigrationPort):
             host_bytes=self._moves.num_bytes,
             pull_s=self._pull_s,
             kv_s=self._kv_s,
-            kv_tokens=self._kv_blocks * self._connector.kv_block_size,
-            feature_tokens=self._feature_blocks * self._connector.feature_block_size,
+            kv_tokens=self._kv_blocks * self._cache.block_size,
+            feature_tokens=self._feature_blocks * self._cache.image_block_size,
             invalid=destination.invalid,
             ignored=source.ignored + destination.ignored,
         )

@@ -155,6 +155,7 @@ class Node:
                 peers=self.peers,
                 num_slots=NUM_WORDS,
                 config=config.cluster,
+                cache=config.cache,
             ),
         )
 

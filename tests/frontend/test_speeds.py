@@ -122,7 +122,7 @@ def test_load_is_shared_by_speed(factor: float, prompts: list[int]) -> None:
 @settings(max_examples=examples(60), deadline=None)
 @given(st.floats(ALIKE, 8.0), st.integers(40, 120))
 def test_decodes_and_pictures_are_shared_by_speed(factor: float, count: int) -> None:
-    """By what each costs all that are there, where a step's time is that of its rows."""
+    """Steps take the time of their rows."""
     instances = table("2E+P+2D")
     for name, instance in instances.items():
         decode, vision = (Line(0.0, factor * 1e-5 if name == slow else 1e-5) for slow in ("d0", "e1"))

@@ -43,22 +43,22 @@ class Estimate:
 
     def encoded_s(self, patches: int) -> float:
         """Seconds until the instance would have encoded `patches` more."""
-        own_s = self.load.pace.vision.at(self.load.patches + patches)
+        own_s = self.load.pace.vision.seconds(self.load.patches + patches)
         contested_s = own_s + min(own_s, self._prompts_s)
         return contested_s / min(self._share, VISION_SHARE) if self._step_s else contested_s
 
     def prefilled_s(self, tokens: int, patches: int) -> float:
         """Seconds until the instance would have encoded `patches` and prefilled `tokens` of a request."""
         load = self.load
-        prompts_s = load.pace.prefill.at(load.prefill_tokens + tokens)
+        prompts_s = load.pace.prefill.seconds(load.prefill_tokens + tokens)
         if patches:
-            return (prompts_s + load.pace.vision.at(load.patches + patches)) / self._share
+            return (prompts_s + load.pace.vision.seconds(load.patches + patches)) / self._share
         return (prompts_s + min(prompts_s, self._pictures_s)) / self._share
 
     def prefilled_behind_s(self, tokens: int, features_s: float) -> float:
         """Seconds until the instance would have prefilled `tokens` whose features are there in `features_s` seconds."""
         queue_s = self.prefilled_s(tokens, 0)
-        return max(features_s + self.load.pace.prefill.at(tokens) / self._share, queue_s)
+        return max(features_s + self.load.pace.prefill.seconds(tokens) / self._share, queue_s)
 
     def stalled_s(self, tokens: int) -> float:
         """Seconds by which the prefill of `tokens` delays the decodes there in all; none within a TPOT limit."""

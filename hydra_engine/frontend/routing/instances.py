@@ -184,12 +184,13 @@ def prefillers(
     instances: Iterable[InstanceLoad],
     *,
     images: bool,
-    usable: Callable[[InstanceLoad], bool] = lambda instance: instance.usable,
+    usable: Callable[[InstanceLoad], bool] | None = None,
     any_pair: bool = False,
 ) -> list[InstanceLoad] | Role:
     """Returns the instances that can prefill a request and reach one for every other stage, or the stage that none can
-    serve. `any_pair`: pairs that are down now count too."""
-    candidates = [instance for instance in instances if usable(instance)]
+    serve. `usable`: default those that are ready; `any_pair`: pairs that are down now count too."""
+    ready = Condition.READY
+    candidates = [one for one in instances if (usable(one) if usable else one.condition is ready)]
     able = [instance for instance in candidates if instance.serves(Role.P)]
     if not able:
         return Role.P

@@ -25,7 +25,7 @@ class Line(NamedTuple):
     base_s: float
     each_s: float
 
-    def at(self, amount: float) -> float:
+    def seconds(self, amount: float) -> float:
         return self.base_s + self.each_s * amount
 
     def times(self, factor: float) -> Line:
@@ -107,7 +107,7 @@ def slowness(seconds: Mapping[str, Mapping[int, float]]) -> tuple[dict[str, floa
     factors = {name: factors.get(name, least) - least for name in seconds}
     ceilings = _ceilings(logs, factors)
     for name in logs.keys() - known.keys():
-        factors[name] = _least_factor(logs[name], ceilings)
+        factors[name] = _min_factor(logs[name], ceilings)
     found = {name: math.exp(factor) for name, factor in factors.items()}
     slow = {name: ratio if ratio >= ALIKE else 1.0 for name, ratio in found.items()}
     by_size = _typical(logs, {name: math.log(ratio) for name, ratio in slow.items()})
@@ -123,7 +123,7 @@ def _ceilings(logs: Mapping[str, Mapping[int, float]], factors: Mapping[str, flo
     return found
 
 
-def _least_factor(own: Mapping[int, float], ceilings: Mapping[int, float]) -> float:
+def _min_factor(own: Mapping[int, float], ceilings: Mapping[int, float]) -> float:
     """Logarithm of how many times as long an instance takes at least that has no size in common with others: a step of
     twice the rows takes as long at least, and twice as long at most."""
     others = [(size, ceiling) for size, ceiling in ceilings.items() if size not in own]
@@ -152,7 +152,7 @@ def _amount(size: int) -> float:
 
 def _scale(seconds: Mapping[int, float], prior: Line) -> float | None:
     """Mean ratio of measured durations to those of `prior`; None if there are none."""
-    ratios = [math.log(taken_s / prior.at(_amount(size))) for size, taken_s in seconds.items()]
+    ratios = [math.log(taken_s / prior.seconds(_amount(size))) for size, taken_s in seconds.items()]
     return math.exp(fmean(ratios)) if ratios else None
 
 
@@ -160,7 +160,7 @@ def _fit(seconds: Mapping[int, float], prior: Line, scale: float) -> Line:
     """Returns the line with the least squares of relative errors, neither part of it negative. `prior`, times `scale`,
     stands in where too few sizes are measured."""
     points = [(_amount(size), taken_s, 1.0) for size, taken_s in seconds.items()]
-    points += [(_amount(size), scale * prior.at(_amount(size)), _PRIOR_WEIGHT) for size in _PRIOR_SIZES]
+    points += [(_amount(size), scale * prior.seconds(_amount(size)), _PRIOR_WEIGHT) for size in _PRIOR_SIZES]
     ones = sum(weight / taken_s**2 for _, taken_s, weight in points)
     firsts = sum(weight * amount / taken_s**2 for amount, taken_s, weight in points)
     squares = sum(weight * (amount / taken_s) ** 2 for amount, taken_s, weight in points)

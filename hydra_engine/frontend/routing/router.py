@@ -45,7 +45,7 @@ class Route:
 
 
 class _Hit(NamedTuple):
-    """What an instance has probably cached of a request."""
+    """Tokens and patches of a request that an instance has probably cached."""
 
     tokens: int = 0
     patches: int = 0
@@ -62,25 +62,26 @@ class _Helpers:
         self, instances: Iterable[InstanceLoad], able: Sequence[InstanceLoad], request: Request, patches: int
     ) -> None:
         self._tokens, self._left = request.num_prompt, min(request.max_new_tokens, ANSWER_TOKENS)
-        self._made: dict[str, Estimate] = {}
+        self.estimates: dict[str, Estimate] = {}
         self._joined: dict[str, Decode] = {}
-        encode, images = _helping(instances, able, Role.E) if patches else [], len(request.images)
+        apart = [load for load in instances if not load.serves(Role.P)]
+        encode, images = _helping(instances, apart, able, Role.E) if patches else [], len(request.images)
         self.encode = bool(encode)
-        apart = sum(not load.serves(Role.P) for load in encode)
-        part = -(-patches // max(min(images, apart or len(encode)), 1))
-        self._encoders = sorted(((self.made(load).encoded_s(part), load) for load in encode), key=itemgetter(0))
-        decode = [self.made(load) for load in _helping(instances, able, Role.D)]
-        arriving = ((one.load.nearly_full, one.arrive(self._tokens, self.join(one)), one.load) for one in decode)
+        num_apart = sum(not load.serves(Role.P) for load in encode)
+        part = -(-patches // max(min(images, num_apart or len(encode)), 1))
+        self._encoders = sorted(((self._make(load).encoded_s(part), load) for load in encode), key=itemgetter(0))
+        decode = [self._make(load) for load in _helping(instances, apart, able, Role.D)]
+        arriving = ((one.load.nearly_full, one.arrive(self._tokens, self._join(one)), one.load) for one in decode)
         self._decoders = sorted(arriving, key=itemgetter(0, 1))
         self._encoders_apart = [entry for entry in self._encoders if not entry[1].serves(Role.P)]
         self._decoders_apart = [entry for entry in self._decoders if not entry[2].serves(Role.P)]
 
-    def made(self, load: InstanceLoad) -> Estimate:
-        if (estimate := self._made.get(load.name)) is None:
-            estimate = self._made[load.name] = Estimate(load)
+    def _make(self, load: InstanceLoad) -> Estimate:
+        if (estimate := self.estimates.get(load.name)) is None:
+            estimate = self.estimates[load.name] = Estimate(load)
         return estimate
 
-    def join(self, estimate: Estimate) -> Decode:
+    def _join(self, estimate: Estimate) -> Decode:
         joined = self._joined[estimate.load.name] = estimate.join(self._tokens, self._left)
         return joined
 
@@ -95,7 +96,7 @@ class _Helpers:
         """Returns the cost of the decode after a prefill at this instance, and True if it moves for it."""
         load = estimate.load
         stays = load.serves(Role.D)
-        own = (self._joined.get(load.name) or self.join(estimate)) if stays else (0.0, 0.0)
+        own = (self._joined.get(load.name) or estimate.join(self._tokens, self._left)) if stays else (0.0, 0.0)
         for there_full, arriving, other in self._decoders_apart if stays else self._decoders:
             if other.name in load.pairs:
                 moves = not stays or (there_full, arriving) < (full, own)
@@ -103,11 +104,12 @@ class _Helpers:
         return own, not stays
 
 
-def _helping(instances: Iterable[InstanceLoad], able: Sequence[InstanceLoad], stage: Role) -> list[InstanceLoad]:
-    """The instances that may serve `stage` for one of `able`."""
-    if all(load.serves(stage) for load in able):
-        instances = [load for load in instances if not load.serves(Role.P)]
-    return [load for load in instances if load.serves(stage) and load.usable]
+def _helping(
+    instances: Iterable[InstanceLoad], apart: Iterable[InstanceLoad], able: Sequence[InstanceLoad], stage: Role
+) -> list[InstanceLoad]:
+    """The instances that may serve `stage` for one of `able`; `apart`: those that do not prefill."""
+    others = apart if all(load.serves(stage) for load in able) else instances
+    return [load for load in others if load.serves(stage) and load.usable]
 
 
 class Router:
@@ -129,28 +131,29 @@ class Router:
         able = prefillers(self._instances.values(), images=bool(request.images))
         if isinstance(able, Role):
             return able
-        able = [instance for instance in able if instance.name == preferred] or able
+        if preferred:
+            able = [instance for instance in able if instance.name == preferred] or able
         if self._policy == ROUND_ROBIN:
             prefill = min(able, key=lambda instance: self._turns["P"].get(instance.name, 0))
             remote, moves = bool(request.images) and not prefill.serves(Role.E), not prefill.serves(Role.D)
         else:
-            prefill, remote, moves = self._least_late(request, able)
+            prefill, remote, moves = self._choose_prefill(request, able)
         self._took("P", prefill.name)
         self._remember_prefill(request, prefill.name)
         here = Role.P | (Role(0) if remote else Role.E) | (Role(0) if moves else Role.D)
         return Route(prefill.name, "" if moves else prefill.name, (here & prefill.role).letters, remote)
 
-    def _least_late(self, request: Request, able: Sequence[InstanceLoad]) -> tuple[InstanceLoad, bool, bool]:
+    def _choose_prefill(self, request: Request, able: Sequence[InstanceLoad]) -> tuple[InstanceLoad, bool, bool]:
         """Returns the instance for the prefill, whether the images are encoded elsewhere, and whether it decodes
         elsewhere."""
         tokens, features = request.num_prompt, request.num_image_tokens
         patches = sum(image.num_patches for image in request.images)
         helpers = _Helpers(self._instances.values(), able, request, patches)
         hits, ttft_s = self._hits(request), math.inf if request.slo.ttft_s is None else request.slo.ttft_s
-        turns = self._turns["P"]
+        estimates, turns = helpers.estimates, self._turns["P"]
         least: tuple[bool, float, float, int] | None = None
         for load in able:
-            estimate = helpers.made(load)
+            estimate = estimates.get(load.name) or Estimate(load)
             todo, fresh = tokens, patches
             if hits and (hit := hits.get(load.name)) is not None:
                 todo, fresh = max(tokens - hit.tokens, 1), patches - hit.patches
@@ -247,8 +250,8 @@ class Router:
     # ---- memory of earlier choices
 
     def _hits(self, request: Request) -> dict[str, _Hit]:
-        """What instances have probably cached: as much of the prompt as it may share with the latest one that begins
-        alike, and its pictures."""
+        """Returns what instances have probably cached: as much of the prompt as it may share with the latest one that
+        begins alike, and its pictures."""
         if self._policy != AFFINITY:
             return {}
         hits: dict[str, _Hit] = {}

@@ -115,14 +115,6 @@ class PeerConnector(Connector):
         step_s = self._times.shortest_s
         return math.ceil(step_s / self._block_s) * self._requests.kv.block_size if self._block_s else 0
 
-    @property
-    def kv_block_size(self) -> int:
-        return self._requests.kv.block_size
-
-    @property
-    def feature_block_size(self) -> int:
-        return self._requests.features.block_size
-
     # ---- decodes lent by other instances
 
     def set_role(self, role: Role) -> None:
