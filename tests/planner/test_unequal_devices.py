@@ -99,7 +99,7 @@ def test_first_tokens_come_sooner_than_by_counting_tokens(counting: pytest.Monke
 
 
 @pytest.mark.slow
-def test_on_equal_devices_not_a_request_goes_elsewhere(counting: pytest.MonkeyPatch) -> None:
-    by_count = served("2EPD", 1.0)[1]
+def test_on_equal_devices_first_tokens_come_no_later(counting: pytest.MonkeyPatch) -> None:
+    by_count = mean_ttft_s(served("2EPD", 1.0)[1])
     counting.undo()
-    assert served("2EPD", 1.0)[1] == by_count
+    assert mean_ttft_s(served("2EPD", 1.0)[1]) <= 1.02 * by_count

@@ -71,12 +71,13 @@ def paces(statuses: Mapping[str, Status], context: float) -> dict[str, Pace]:
     copies, is_measured = _copies(statuses.values()), bool(prefill_s or decode_s)
 
     def pace(name: str, budget: BudgetReport) -> Pace:
-        own = prefill_line.times(prefill[name])
+        one = speeds[name]  # of two kinds of language steps, one stands for the other that has not been seen here
+        own = prefill_line.times((prefill if one.prefill else decode)[name])
         has_limit = is_measured and budget.tpot_limit_s > 0  # seconds without a scale keep no limit
         tokens = _CHUNK_TOKENS if has_limit else budget.token_budget or _CHUNK_TOKENS
         return Pace(
             own,
-            decode_line.times(decode[name]),
+            decode_line.times((decode if one.decode else prefill)[name]),
             vision_line.times(vision[name]),
             *copies,
             context,
