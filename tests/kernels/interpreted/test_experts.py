@@ -135,6 +135,7 @@ class Allocations(TorchDispatchMode):
         self.now -= num_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_allocated_is_what_the_memory_plan_says(dtype: torch.dtype) -> None:
     """`device_bytes` counts the router's products too, and not the result."""
