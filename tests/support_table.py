@@ -22,6 +22,12 @@ BEGIN, END = "<!-- models: written by `make support` -->", "<!-- models: end -->
 FAMILIES = {
     "llava": ("LLaVA-1.5", "llava-hf/llava-1.5-7b-hf, 13b", "pictures"),
     "llava_next": ("LLaVA-NeXT", "llava-hf/llava-v1.6-vicuna-7b-hf, mistral", "pictures in tiles"),
+    "llava_llama": ("LLaVA-1.5, liuhaotian's layout", "fine-tunes of liuhaotian/llava-v1.5-7b, 13b", "pictures"),
+    "llava_llama_anyres": (
+        "LLaVA-1.6, liuhaotian's layout",
+        "liuhaotian/llava-v1.6-vicuna-7b, 13b",
+        "pictures in tiles",
+    ),
     "qwen2_vl": ("Qwen2-VL", "Qwen/Qwen2-VL-2B, 7B, 72B-Instruct", "pictures of any size, videos"),
     "qwen2_5_vl": ("Qwen2.5-VL", "Qwen/Qwen2.5-VL-3B, 7B, 72B-Instruct", "pictures of any size, videos"),
     "qwen3_vl": ("Qwen3-VL", "Qwen/Qwen3-VL-2B, 4B, 8B, 32B-Instruct", "pictures of any size, videos"),

@@ -20,6 +20,7 @@ from hydra_engine.errors import CheckpointError, ConfigError
 from hydra_engine.models.implementation import LoadedModel, ModelImplementation
 from hydra_engine.models.layers.decoder import Decoder
 from hydra_engine.models.loading.checkpoint import Checkpoint
+from hydra_engine.models.loading.joined_checkpoint import join_tower, tower_folder
 from hydra_engine.models.loading.open_checkpoint import open_checkpoint
 from hydra_engine.models.loading.parameters import Demands, Scope
 from hydra_engine.models.loading.random_weights import fill_random
@@ -142,7 +143,10 @@ def _cached(
     model_dir: Path, spec: ModelSpec, backend: Backend, role: Role, progress: Progress, folder: Path
 ) -> VisionLanguageModel:
     cache: Any = import_module("hydra_engine.models.loading.packed_cache")  # needs the extension
-    path = cache.cache_file(folder, model_dir, repr((spec, backend.dtype, role)))
+    elsewhere = tower_folder(model_dir, spec.tower) if spec.tower else None
+    stats = [path.stat() for path in sorted(elsewhere.glob("*.safetensors"))] if elsewhere is not None else []
+    files = [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]
+    path = cache.cache_file(folder, model_dir, repr((spec, backend.dtype, role, files)))
     if path.exists():  # only once this model was filled from these files
         model = build_model(spec, backend.ops, backend.dtype, role, device=backend.device.torch_device)
         notes = cache.restore(path, model.holders)
@@ -175,4 +179,5 @@ def _build_and_fill(
 
 def _open_checkpoint(model_dir: Path, spec: ModelSpec) -> Checkpoint:
     renames = () if spec.vision is None else vision_class(spec).renames
-    return open_checkpoint(model_dir, renames, spec.quantization)
+    checkpoint = open_checkpoint(model_dir, renames, spec.quantization)
+    return join_tower(checkpoint, model_dir, spec.tower) if spec.tower else checkpoint

@@ -10,7 +10,7 @@ import torch
 from hydra_quantizer.writer import write_quantized
 from tests.models.conftest import CheckpointFactory
 from tests.models.test_write_quantized import SIZES, logits
-from tools.miniatures.internvl import HF
+from tools.miniatures.base import REFERENCE
 
 
 @pytest.mark.parametrize("quantization", ["auto", "int8", "int4", "written"])
@@ -24,4 +24,4 @@ def test_quantised_groups_are_taken_apart_like_others(
     if quantization == "written":
         write_quantized(published, tmp_path / "out", wanted)
     actual = logits(tmp_path / "out") if quantization == "written" else logits(published, wanted)
-    assert torch.equal(actual, logits(published / HF, wanted))
+    assert torch.equal(actual, logits(published / REFERENCE, wanted))

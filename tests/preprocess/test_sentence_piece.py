@@ -108,6 +108,17 @@ def test_openpangus_class_names_a_later_token_as_the_end(tmp_path: Path) -> None
     assert tokenizer.decode([277, *encode("the cab")], skip_special_tokens=True) == "the cab"
 
 
+def test_llava_gets_a_token_for_pictures(tmp_path: Path) -> None:
+    """LLaVA's own code puts features between texts; the id is the first one without an embedding."""
+    folder = write(tmp_path, tokenizer_class="LlamaTokenizer", auto_map=None, added_tokens_decoder={})
+    config = {"architectures": ["LlavaLlamaForCausalLM"], "model_type": "llava", "vocab_size": 278}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert load_tokenizer(folder).encode("the<image>in") == [1, *encode("the"), 278, *encode("in")]
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
+    with pytest.raises(CheckpointError, match=r"has 278 tokens, vocab_size in config\.json is 300"):
+        load_tokenizer(folder)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

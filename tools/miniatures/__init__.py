@@ -19,8 +19,8 @@ from tools.miniatures.ernie4_5_vl import ERNIE4_5_VL_MOE
 from tools.miniatures.gemma3 import GEMMA3
 from tools.miniatures.glm import GLM4V, GLM4V_MOE, GLM46V, GLM_OCR
 from tools.miniatures.internvl import INTERNVL, INTERNVL_CHAT
-from tools.miniatures.llava import LLAVA
-from tools.miniatures.llava_next import LLAVA_NEXT
+from tools.miniatures.llava import LLAVA, LLAVA_ORIGINAL
+from tools.miniatures.llava_next import LLAVA_NEXT, LLAVA_NEXT_ORIGINAL
 from tools.miniatures.llava_siglip import LLAVA_ONEVISION, LLAVA_PHI3
 from tools.miniatures.minicpmv import MINICPMV
 from tools.miniatures.minicpmv2_6 import MINICPMV_2_6
@@ -47,6 +47,8 @@ def _text_only(model_type: str) -> TinyFamily:
 TINY: dict[str, TinyFamily] = {
     "llava": LLAVA,
     "llava_next": LLAVA_NEXT,
+    "llava_llama": LLAVA_ORIGINAL,
+    "llava_llama_anyres": LLAVA_NEXT_ORIGINAL,
     "internvl": INTERNVL,
     "internvl_chat": INTERNVL_CHAT,
     "minicpmv": MINICPMV_2_6,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
@@ -21,6 +23,7 @@ IMAGE_TOKEN = "<image>"
 SPECIAL_TOKENS = ("<pad>", "<s>", "<|end|>", "<|user|>", "<|assistant|>", IMAGE_TOKEN)
 PAD_ID, BOS_ID, EOS_ID, _, _, IMAGE_ID = range(len(SPECIAL_TOKENS))
 NUM_BYTES = 256
+REFERENCE = "hf"  # subfolder of a model in its authors' layout: the same one in transformers'
 GPTQ_GROUP = 128
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "I32": torch.int32}
 TINY_VOCABULARY = len(SPECIAL_TOKENS) + NUM_BYTES
@@ -206,6 +209,16 @@ def write_processor(
     named.save_pretrained(directory)
     values = {"processor_class": processor_class, "image_processor": images.to_dict(), **(settings or {})}
     (directory / "processor_config.json").write_text(json.dumps(values, default=str))
+
+
+def set_aside(directory: Path) -> tuple[Path, dict[str, Tensor]]:
+    """Moves what is saved so far to the subfolder `REFERENCE`. Returns that and its tensors."""
+    origin = directory / REFERENCE
+    origin.mkdir()
+    for path in [*directory.glob("*.json"), *directory.glob("*.safetensors")]:
+        path.rename(origin / path.name)
+    shutil.copyfile(origin / "generation_config.json", directory / "generation_config.json")
+    return origin, {name: tensor for path in origin.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def extra_id(family: TinyFamily, token: str) -> int:

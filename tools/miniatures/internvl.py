@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
@@ -25,6 +25,7 @@ from tools.miniatures.base import (
     TinyFamily,
     chat_template,
     extra_id,
+    set_aside,
 )
 
 MAX_TILES = 6
@@ -79,7 +80,6 @@ INTERNVL = TinyFamily(
 
 # ---- OpenGVLab's own layout
 
-HF = "hf"  # subfolder with the same model in transformers' layout
 _PUBLISHED_NAMES = (  # as transformers saves them -> as OpenGVLab does
     (r"^(vision_tower\.embeddings\.)cls_token", r"\1class_embedding"),
     (r"^(vision_tower\.embeddings\.)patch_embeddings\.projection", r"\1patch_embedding"),
@@ -119,18 +119,11 @@ def _build_published(text: Mapping[str, Any], vision: Mapping[str, Any], overrid
 
 
 def _save_published(directory: Path, config: Any, tokenizer: Any) -> None:
-    """Moves what is saved so far to the subfolder `HF` and writes it again as OpenGVLab does."""
-    origin = directory / HF
-    origin.mkdir()
-    for path in [*directory.glob("*.json"), *directory.glob("*.safetensors")]:
-        path.rename(origin / path.name)
+    """Writes what is saved so far again as OpenGVLab does."""
+    origin, tensors = set_aside(directory)
     _save_processor(origin, config, tokenizer)
-    (directory / "generation_config.json").write_bytes((origin / "generation_config.json").read_bytes())
     tokenizer.save_pretrained(directory)
     internlm2 = config.published_decoder == "internlm2"
-    tensors: dict[str, Tensor] = {}
-    for path in origin.glob("*.safetensors"):
-        tensors |= load_file(path)
     save_file(published_tensors(tensors, config.text_config, internlm2=internlm2), directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(_published_config(config, internlm2=internlm2), indent=1))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tempfile
 from collections.abc import Mapping
@@ -10,7 +11,9 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 
 from tools.miniatures.base import (
     BOS_ID,
@@ -22,6 +25,7 @@ from tools.miniatures.base import (
     TEXT,
     TinyFamily,
     save_processor,
+    set_aside,
     write_random,
 )
 
@@ -127,6 +131,58 @@ def _save_processor(directory: Path, config: Any, tokenizer: Any) -> None:
 
 
 LLAVA = TinyFamily(_build_config, _save_processor)
+
+# ---- liuhaotian's own layout
+
+TOWER = "tiny-clip"  # the tower's name, and the folder with its config.json
+_ORIGINAL_NAMES = (  # as transformers saves them -> as liuhaotian does
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("multi_modal_projector.linear_1.", "model.mm_projector.0."),
+    ("multi_modal_projector.linear_2.", "model.mm_projector.2."),
+    ("vision_tower.vision_model.", "vision_tower."),
+    ("vision_tower.", "model.vision_tower.vision_tower.vision_model."),
+    ("image_newline", "model.image_newline"),
+)
+
+
+def _save_padded(directory: Path, config: Any, tokenizer: Any) -> None:
+    side = config.vision_config.image_size
+    images = LlavaImageProcessorPil(
+        size={"shortest_edge": side}, crop_size={"height": side, "width": side}, do_pad=True
+    )
+    images.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def save_original(directory: Path, config: Any, tokenizer: Any, **named: Any) -> None:
+    """Writes what is saved so far again as liuhaotian does; `named` are further fields of config.json."""
+    origin, tensors = set_aside(directory)
+    save = _save_padded if named["image_aspect_ratio"] == "pad" else named.pop("save")
+    save(origin, config, tokenizer)
+    tokenizer.save_pretrained(directory)
+    renamed = {}
+    for name, tensor in tensors.items():
+        for old, new in _ORIGINAL_NAMES:
+            if name.startswith(old):
+                name = new + name.removeprefix(old)
+        renamed[name] = tensor
+    save_file(renamed, directory / "model.safetensors")
+    feature = {"default": "patch", "full": "cls_patch"}[config.vision_feature_select_strategy]
+    text = config.text_config.to_dict() | {"architectures": ["LlavaLlamaForCausalLM"], "model_type": "llava_llama"}
+    text |= {"mm_projector_type": "mlp2x_gelu", "mm_vision_tower": f"someone/{TOWER}", "torch_dtype": "float32"}
+    text |= {"mm_vision_select_layer": config.vision_feature_layer, "mm_vision_select_feature": feature, **named}
+    text["rope_theta"] = text.pop("rope_parameters")["rope_theta"]
+    (directory / "config.json").write_text(json.dumps(text))
+    (directory / TOWER).mkdir()
+    (directory / TOWER / "config.json").write_text(json.dumps(config.vision_config.to_dict()))
+
+
+LLAVA_ORIGINAL = TinyFamily(
+    _build_config, lambda *saved: save_original(*saved, image_aspect_ratio="pad", image_grid_pinpoints=None)
+)
+
+# ---- larger ones for benchmarks
 
 
 def make_bench_checkpoint(directory: Path, *, seed: int = 0, size: str = "0.5b", form: str = BF16) -> int:

@@ -10,7 +10,7 @@ import transformers
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 
 from tools.miniatures.base import BOS_ID, EOS_ID, IMAGE_ID, IMAGE_TOKEN, PAD_ID, TEXT, TinyFamily
-from tools.miniatures.llava import VISION
+from tools.miniatures.llava import VISION, save_original
 
 _TILES = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))  # rows and columns of each canvas
 
@@ -54,3 +54,12 @@ def _save_processor(directory: Path, config: Any, tokenizer: Any) -> None:
 
 
 LLAVA_NEXT = TinyFamily(_build_config, _save_processor)
+
+
+def _save_original(directory: Path, config: Any, tokenizer: Any) -> None:
+    canvases = [[width, height] for height, width in config.image_grid_pinpoints]
+    fields = {"image_aspect_ratio": "anyres", "mm_patch_merge_type": "spatial_unpad", "image_grid_pinpoints": canvases}
+    save_original(directory, config, tokenizer, save=_save_processor, **fields)
+
+
+LLAVA_NEXT_ORIGINAL = TinyFamily(_build_config, _save_original)

@@ -30,6 +30,17 @@ CLIP = TowerNames(
 )
 
 
+# Names as liuhaotian published them.
+ORIGINAL_RENAMES: Renames = (
+    ("model.mm_projector.0.", "multi_modal_projector.linear_1."),
+    ("model.mm_projector.2.", "multi_modal_projector.linear_2."),
+    ("model.vision_tower.vision_tower.vision_model.", "vision_tower."),
+    ("model.image_newline", "image_newline"),
+    ("model.", "language_model.model."),
+    ("lm_head.", "language_model.lm_head."),
+)
+
+
 class LlavaVision(SquareVision):
     """LLaVA-1.5's tower and projector; every span is one picture of the tower's size."""
 
@@ -50,3 +61,9 @@ class LlavaVision(SquareVision):
 
     def __call__(self, inputs: TowerInput) -> tuple[Tensor, ...]:
         return (inputs.slices.rows(self._project, self._states(inputs).flatten(0, 1)),)
+
+
+class LlavaOriginalVision(LlavaVision):
+    """The same with liuhaotian's names."""
+
+    renames = ORIGINAL_RENAMES

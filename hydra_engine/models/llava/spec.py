@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hydra_engine.core.prompting import AS_CONFIGURED, PixelBudget
-from hydra_engine.errors import CheckpointError
+from hydra_engine.errors import CheckpointError, InvalidImage
 from hydra_engine.models.specs.assemble import ModelFiles, model_spec, nested_language
 from hydra_engine.models.specs.base import ItemPlan, MediaPlan, ModelSpec, View
 from hydra_engine.models.specs.decoder import activation
@@ -28,6 +28,7 @@ from hydra_engine.models.specs.vision import (
     tower_shape,
 )
 
+MAX_PADDED_SIDE = 8192  # of a picture that becomes a square: 192 MiB in the process that decodes
 CLIP_DEFAULTS = TowerSpec(  # CLIPVisionConfig's
     hidden_size=768, num_layers=12, num_heads=12, intermediate_size=3072, hidden_act="quick_gelu", norm_eps=1e-5
 )
@@ -36,9 +37,10 @@ CLIP_DEFAULTS = TowerSpec(  # CLIPVisionConfig's
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlavaVisionSpec(SquareVisionSpec):
     """LLaVA-1.5's tower. `shortest_edge` 0: pictures are stretched to the tower's square; else their shorter side is
-    resized to that many pixels and the centre is cropped."""
+    resized to that many pixels and the centre is cropped. `padding`: colour that makes them squares first."""
 
     shortest_edge: int
+    padding: tuple[int, int, int] | None = None
 
     @property
     def max_patches_per_image(self) -> int:
@@ -52,7 +54,12 @@ class LlavaVisionSpec(SquareVisionSpec):
         """Plans one picture of the tower's size; the budget has no effect."""
         check_picture(width, height)
         side = self.tower.image_size
-        view = View.whole(side, side)
+        view = View.whole(side, side)._replace(padding=self.padding)
+        if self.padding is not None and max(width, height) > MAX_PADDED_SIDE:
+            raise InvalidImage(
+                f"a picture of {width} x {height} pixels cannot be padded to a square; its longer side may have "
+                f"{MAX_PADDED_SIDE} pixels"
+            )
         if self.shortest_edge:
             resized = shortest_edge_size(width, height, self.shortest_edge)
             # Floor division, also of negative numbers: where the resized picture is too small, black goes around it.

@@ -11,7 +11,7 @@ from torch import Tensor
 from hydra_engine.core.plans import Int64s
 from hydra_engine.models.layers.basic import Weight
 from hydra_engine.models.layers.vision import Grid, Packing, TowerInput, VisionInput
-from hydra_engine.models.llava.model import LLAVA_RENAMES, LlavaVision
+from hydra_engine.models.llava.model import LLAVA_RENAMES, ORIGINAL_RENAMES, LlavaVision
 from hydra_engine.models.llava_next.spec import LlavaNextVisionSpec, unpadded
 from hydra_engine.models.loading.parameters import Scope
 
@@ -52,6 +52,12 @@ class LlavaNextVision(LlavaVision):
         # A newline's place may take any row of the tower; dropped rows are never projected.
         features = inputs.slices.rows(self._project, states.index_select(0, rows.clamp(min=0)))
         return (torch.where((rows == _NEWLINE)[:, None], self._newline.tensor, features),)
+
+
+class LlavaNextOriginalVision(LlavaNextVision):
+    """The same with liuhaotian's names."""
+
+    renames = ORIGINAL_RENAMES
 
 
 @lru_cache(maxsize=64)

@@ -149,8 +149,8 @@ def _vision(config: Fields, settings: Fields, feature_size: int) -> LlavaNextVis
     if tower.keep_cls:
         raise config.wrong_value("vision_feature_select_strategy", '"default": class tokens have no place in a grid')
     _check_sizes(settings, tower.image_size)
-    resolutions = _resolutions(config, tower.image_size, PINPOINTS)
-    if _resolutions(settings, tower.image_size, resolutions) != resolutions:
+    resolutions = read_resolutions(config, tower.image_size, PINPOINTS)
+    if read_resolutions(settings, tower.image_size, resolutions) != resolutions:
         raise CheckpointError(f"image_grid_pinpoints of {config.where} and of {settings.where} differ")
     return LlavaNextVisionSpec(
         tower=tower,
@@ -171,8 +171,8 @@ def _check_sizes(settings: Fields, side: int) -> None:
         raise CheckpointError(f"size and crop_size in {settings.where} must be {side}, as the tower's image_size")
 
 
-def _resolutions(fields: Fields, side: int, default: tuple[Size, ...]) -> tuple[Size, ...]:
-    """Reads a list of [height, width]."""
+def read_resolutions(fields: Fields, side: int, default: tuple[Size, ...]) -> tuple[Size, ...]:
+    """Reads image_grid_pinpoints, a list of [height, width]; `default` where it is absent."""
     pinpoints = fields.get("image_grid_pinpoints")
     if pinpoints is None:
         pinpoints = [[height, width] for width, height in default]

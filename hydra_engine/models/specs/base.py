@@ -36,6 +36,7 @@ class View(NamedTuple):
     tile: tuple[int, int]
     source: int = 0  # which of several source pictures: the frames of a video
     before: tuple[int, int] | None = None
+    padding: tuple[int, int, int] | None = None  # colour; the source becomes a square first, itself in the middle
 
     @classmethod
     def whole(cls, width: int, height: int, source: int = 0) -> View:
@@ -438,6 +439,7 @@ class ModelSpec:
     pictures_in_place: bool = False  # among the texts of a message if the chat template reads text only; else first
     no_images_because: str = ""  # of a model that has a vision part and is run without
     quantization: Quantization | None = None  # of the stored weights
+    tower: str = ""  # hub id of a vision tower that may be stored elsewhere
     at_load: Quantization | None = None  # of the decoder's matrices, quantised at load
 
     @property

@@ -17,6 +17,7 @@ from hydra_engine.errors import CheckpointError, ConfigError
 from hydra_engine.models.internvl.chat_spec import build_internvl_chat
 from hydra_engine.models.internvl.spec import build_internvl
 from hydra_engine.models.llava.spec import build_llava
+from hydra_engine.models.llava_next.original_spec import ANYRES, build_llava_original
 from hydra_engine.models.llava_next.spec import build_llava_next
 from hydra_engine.models.minicpmv.resampler_spec import build_resampled
 from hydra_engine.models.minicpmv.spec import build_minicpmv
@@ -83,6 +84,8 @@ class Family(NamedTuple):
 FAMILIES = {
     "llava": Family("LlavaForConditionalGeneration", build_llava, "llava.model.LlavaVision"),
     "llava_next": Family("LlavaNextForConditionalGeneration", build_llava_next, "llava_next.model.LlavaNextVision"),
+    "llava_llama": Family("LlavaLlamaForCausalLM", build_llava_original, "llava.model.LlavaOriginalVision"),
+    ANYRES: Family("LlavaLlamaForCausalLM", build_llava_original, "llava_next.model.LlavaNextOriginalVision"),
     "internvl": Family("InternVLForConditionalGeneration", build_internvl, "internvl.model.InternVlVision"),
     "internvl_chat": Family("InternVLChatModel", build_internvl_chat, "internvl.model.InternVlChatVision"),
     "minicpmv": Family("MiniCPMV", build_resampled, "minicpmv.resampler_model.ResampledVision"),
@@ -127,8 +130,9 @@ def _family(config: Fields) -> Family:
         own_code = ""
         if "auto_map" in config:
             own_code = ", and with --trust-remote-code the code that comes with the model, which is never run otherwise"
+        known = ", ".join(name for name in FAMILIES if name != ANYRES)  # that is no model type
         raise CheckpointError(
-            f"architecture {name[:60]!r} has no native implementation; model types with one are {', '.join(FAMILIES)}; "
+            f"architecture {name[:60]!r} has no native implementation; model types with one are {known}; "
             f"--model-impl transformers runs what transformers can load{own_code}"
         )
     return family

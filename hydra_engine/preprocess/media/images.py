@@ -553,6 +553,7 @@ def _render_tiles(source: Pixels, view: View, resample: str, tiles: npt.NDArray[
         whole = np.empty((view.before[1], view.before[0], 3), np.uint8)
         resize_into(source, view.before, "bicubic", Window(0, 0, *view.before), whole)
         source = whole
+    source = source if view.padding is None else _squared(source, view.padding)
     left, top = view.corner
     width, height = view.tile
     per_row = view.canvas[0] // width
@@ -566,6 +567,18 @@ def _render_tiles(source: Pixels, view: View, resample: str, tiles: npt.NDArray[
         if x0 < x1 and y0 < y1:
             window = Window(x0, y0, x1 - x0, y1 - y0)
             resize_into(source, view.resize, resample, window, tile[y0 - y : y1 - y, x0 - x : x1 - x])
+
+
+def _squared(source: Pixels, colour: tuple[int, int, int]) -> Pixels:
+    """Puts a picture that is no square in the middle of one; of an odd border the smaller half is first."""
+    height, width, _ = source.shape
+    if width == height:
+        return source
+    side = max(width, height)
+    left, top = (side - width) // 2, (side - height) // 2
+    square = np.full((side, side, 3), colour, np.uint8)
+    square[top : top + height, left : left + width] = source
+    return square
 
 
 def upright_pixels(pixels: Pixels, orientation: int) -> Pixels:

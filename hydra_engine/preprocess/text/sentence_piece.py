@@ -25,6 +25,7 @@ OWN_CODE = ("InternLM2Tokenizer", "OpenPanguTokenizer")
 SENTENCE_PIECE = (*OWN_CODE, "LlamaTokenizer", "LlamaTokenizerFast")  # classes whose tokenizer.model is read here
 _SETTINGS = "tokenizer_config.json"
 _BPE, _NORMAL, _USER_DEFINED = 2, 1, 4
+_LLAVA, _IMAGE = "LlavaLlamaForCausalLM", "<image>"  # liuhaotian's LLaVA, whose own code puts pictures between texts
 # What these tokenizers call the first three tokens, whatever the file does; a name of another token is that one's.
 _NAMES = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
 _IDS, _END = ("unknown", "bos", "eos"), 2
@@ -34,18 +35,20 @@ def write_tokenizer(folder: Path, target: Path) -> None:
     """Writes to `target` the tokenizer.json that `folder` lacks, and its settings without the class of a model's own
     code. Raises CheckpointError."""
     settings = read_json_if_present(folder, _SETTINGS) or Fields({}, _SETTINGS)
-    (target / "tokenizer.json").write_text(json.dumps(_tokenizer(folder, settings)), encoding="utf-8")
+    config = read_json_if_present(folder, "config.json") or Fields({}, "config.json")
+    num_rows = config.integer("vocab_size") if config.get("architectures") == [_LLAVA] else None
+    (target / "tokenizer.json").write_text(json.dumps(_tokenizer(folder, settings, num_rows)), encoding="utf-8")
     kept = {name: settings.get(name) or text for name, text in _NAMES.items()}
     kept |= {name: value for name, value in settings.values.items() if name not in ("auto_map", *_NAMES)}
     if kept.get("tokenizer_class") in OWN_CODE:
         del kept["tokenizer_class"]
     (target / _SETTINGS).write_text(json.dumps(kept), encoding="utf-8")
-    if (config := read_file(folder, "config.json")) is not None:
-        (target / "config.json").write_bytes(config)
+    (target / "config.json").write_text(json.dumps(config.values), encoding="utf-8")
 
 
-def _tokenizer(folder: Path, settings: Fields) -> dict[str, Any]:
-    """Returns the content of tokenizer.json."""
+def _tokenizer(folder: Path, settings: Fields, num_rows: int | None) -> dict[str, Any]:
+    """Returns the content of tokenizer.json. `num_rows`: the number of tokens behind which one for pictures is added;
+    None: without."""
     tokens, scores, kinds, prefixed = _read_model(read_file(folder, MODEL_FILE) or b"")
     if len(tokens) <= _END:
         raise _broken("it has no vocabulary")
@@ -61,6 +64,10 @@ def _tokenizer(folder: Path, settings: Fields) -> dict[str, Any]:
             tokens, scores, kinds = [*tokens, content], [*scores, 0.0], [*kinds, kind]
         else:
             tokens[id], kinds[id] = content, kind
+    if num_rows is not None and _IMAGE not in tokens:
+        if len(tokens) != num_rows:
+            raise CheckpointError(f"{MODEL_FILE} has {len(tokens)} tokens, vocab_size in config.json is {num_rows}")
+        tokens, scores, kinds = [*tokens, _IMAGE], [*scores, 0.0], [*kinds, CONTROL]
     if len(set(tokens)) < len(tokens):
         raise _broken(f"two of its tokens have one name, with those that {_SETTINGS} adds")
     values: dict[str, Any] = {

@@ -59,6 +59,7 @@ _CLASSES = {
 _WRONGLY_NAMED = {"qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"}
 _PLAIN = {
     "llava",
+    "llava_llama",
     "llava_next",
     "minicpmv4_6",
     "mistral",

@@ -2,8 +2,8 @@
 
 from tests.models.families.base import FamilyCase
 from tests.models.families.internvl import INTERNVL, INTERNVL_CHAT
-from tests.models.families.llava import LLAVA
-from tests.models.families.llava_next import LLAVA_NEXT
+from tests.models.families.llava import LLAVA, LLAVA_ORIGINAL
+from tests.models.families.llava_next import LLAVA_NEXT, LLAVA_NEXT_ORIGINAL
 from tests.models.families.minicpmv import MINICPMV
 from tests.models.families.minicpmv2_6 import MINICPMV_2_6
 from tests.models.families.openpangu import OPENPANGU
@@ -15,6 +15,8 @@ CASES: dict[str, FamilyCase] = {
     for case in (
         LLAVA,
         LLAVA_NEXT,
+        LLAVA_ORIGINAL,
+        LLAVA_NEXT_ORIGINAL,
         INTERNVL,
         INTERNVL_CHAT,
         MINICPMV_2_6,

@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
 from tests.models.families.base import FamilyCase, Inputs, Media
-from tools.miniatures.base import MIXTURE
-from tools.miniatures.internvl import HF
+from tools.miniatures.base import MIXTURE, REFERENCE
 
 
 class TileInputs(Inputs):
@@ -85,6 +84,6 @@ INTERNVL_CHAT = FamilyCase(
     extreme=INTERNVL.extreme,
     inputs=inputs,
     features=features,
-    reference=HF,
+    reference=REFERENCE,
     quick=False,
 )

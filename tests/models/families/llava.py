@@ -8,8 +8,10 @@ from typing import Any
 
 from torch import Tensor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 
 from tests.models.families.base import FamilyCase, Inputs, Media
+from tools.miniatures.base import REFERENCE
 
 
 def inputs(model_dir: Path, media: Sequence[Media]) -> Inputs:
@@ -64,4 +66,21 @@ LLAVA = FamilyCase(
     extreme=((1, 1), (90, 2)),
     inputs=inputs,
     features=features,
+)
+
+
+def padded_inputs(model_dir: Path, media: Sequence[Media]) -> Inputs:
+    processor = LlavaImageProcessorPil.from_pretrained(model_dir)
+    return {"pixel_values": processor(list(media), return_tensors="pt")["pixel_values"]}
+
+
+LLAVA_ORIGINAL = FamilyCase(
+    family="llava_llama",
+    variants={"gqa": {}, "full-last": {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}},
+    sizes=((28, 28), (40, 31), (31, 78)),
+    extreme=((1, 1), (90, 3)),
+    inputs=padded_inputs,
+    features=features,
+    quick=False,
+    reference=REFERENCE,
 )

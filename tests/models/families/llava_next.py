@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 
 from tests.models.families.base import FamilyCase, Inputs, Media
+from tools.miniatures.base import REFERENCE
 
 
 def inputs(model_dir: Path, media: Sequence[Media]) -> Inputs:
@@ -49,4 +50,14 @@ LLAVA_NEXT = FamilyCase(
     extreme=((1, 1), (2, 90), (90, 1)),
     inputs=inputs,
     features=features,
+)
+LLAVA_NEXT_ORIGINAL = FamilyCase(
+    family="llava_llama_anyres",
+    variants={"llama": {}},
+    sizes=LLAVA_NEXT.sizes,
+    extreme=LLAVA_NEXT.extreme,
+    inputs=inputs,
+    features=features,
+    quick=False,
+    reference=REFERENCE,
 )

@@ -35,7 +35,7 @@ class ModelDir:
         with pytest.raises(CheckpointError) as caught:
             self.spec()
         message = caught.value.message
-        assert "\n" not in message and str(self.path.parent) not in message and len(message) < 400
+        assert "\n" not in message and str(self.path.parent) not in message and len(message) < 450
         return message
 
 

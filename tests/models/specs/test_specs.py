@@ -13,6 +13,7 @@ import pytest
 
 from hydra_engine.errors import CheckpointError, InvalidImage
 from hydra_engine.models.llava.spec import LlavaVisionSpec
+from hydra_engine.models.llava_next.original_spec import ANYRES
 from hydra_engine.models.specs.base import ModelSpec, View
 from hydra_engine.models.specs.registry import FAMILIES, load_spec
 from tests.models.specs.model_dirs import changed
@@ -353,7 +354,7 @@ def test_code_that_comes_with_a_model_is_never_run(published: Directory) -> None
     (published.path / "evil.py").write_text("raise SystemExit")
     assert published.spec(remote).family == "llava"
     message = published.refusal({**remote, "architectures": ["EvilForCausalLM"]})
-    assert message.endswith("never run otherwise") and all(name in message for name in FAMILIES)
+    assert message.endswith("never run otherwise") and all(name in message for name in FAMILIES if name != ANYRES)
 
 
 def test_files_that_cannot_be_read_are_refused(published: Directory) -> None:
