@@ -42,9 +42,10 @@ changes. **On a GPU** names the command that measures it. Which of the papers' m
 How a load is simulated: as long as `hydra-engine plan` has it last (a request at its limits, and 120 requests at
 least), its first 30 % not judged, with three seeds, if its entry says nothing else. A cell is the median of the seeds
 and, where they differ, their range in brackets. **Falls behind** names deployments whose first tokens come later and
-later: their numbers would be worse in a longer load, and such a rate is not kept, whatever its attainment. Every
-deployment gets the limits that judge it, if no sentence says otherwise. Where ranges over seeds meet, the best one
-is not told from the next, and all are named. Other engines' schedules (`hydra_planner/simulator/schedules.py`) are in
+later: their numbers would be worse in a longer load, and such a rate is not kept, whatever its attainment. A load of
+which fewer than 45 % keep the limits is ended early and may name nothing, for a trend needs more of it. Every
+deployment gets the limits that judge it, if no sentence says otherwise. Where ranges over seeds meet, the best one is
+not told from the next, and all are named. Other engines' schedules (`hydra_planner/simulator/schedules.py`) are in
 the same simulator: **prefill first** is whole prompts before decodes, **one lane** takes encodes and steps of the
 decoder in turns, **batches to completion** starts nothing before the last request of a batch has ended.
 

@@ -42,7 +42,7 @@ class Line(msgspec.Struct, frozen=True):
 
 class Simulations:
     """`file`: in which they are kept, None: in memory alone. `sources`: digest of the sources; lines of others
-    are simulated again, or with None, taken as they are but for the keys in `again`."""
+    are simulated again. None: all lines but those in `again` are taken as they are, and none is added to the file."""
 
     def __init__(self, file: Path | None = None, sources: str | None = "", again: Collection[str] = ()) -> None:
         self._file = file
@@ -59,7 +59,7 @@ class Simulations:
         line = self._lines.get(key)
         if line is None:
             line = self._lines[key] = Line(key, self._sources or "", _rounded(simulate()))
-            if self._file is not None:
+            if self._file is not None and self._sources is not None:
                 sys.stderr.write(f"  {key}\n")
                 with self._file.open("ab") as file:
                     file.write(msgspec.json.encode(line) + b"\n")
