@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gguf import GGUFReader, GGUFValueType, GGUFWriter
+from gguf import GGUFReader, GGUFValueType, GGUFWriter, Keys, TokenType
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -63,12 +63,16 @@ def tower_facts(config: dict[str, Any]) -> dict[str, tuple[GGUFValueType, Any]]:
 
 
 def completed(source: Path, target: Path, missing: dict[str, tuple[GGUFValueType, Any]]) -> None:
-    """Copies a GGUF file, with those values that it lacks and llama.cpp asks for."""
+    """Copies a GGUF file, with those values that it lacks and llama.cpp asks for. Unused tokens become normal ones,
+    which it shows: random weights answer with them."""
     reader = GGUFReader(source)
     writer = GGUFWriter(target, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
         if not name.startswith("GGUF.") and name != "general.architecture":
-            writer.add_key_value(name, field.contents(), field.types[0], field.types[-1])
+            value = field.contents()
+            if name == Keys.Tokenizer.TOKEN_TYPE:
+                value = [TokenType.NORMAL if kind == TokenType.UNUSED else kind for kind in value]
+            writer.add_key_value(name, value, field.types[0], field.types[-1])
     for name in missing.keys() - reader.fields.keys():
         kind, value = missing[name]
         writer.add_key_value(name, value, kind, GGUFValueType.STRING)

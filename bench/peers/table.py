@@ -95,7 +95,8 @@ def _median(rounds: list[dict[str, Any]], key: str) -> float:
 
 
 def _ratios(ours: list[float], theirs: list[float]) -> str:
-    return " / ".join(f"{mine / other:.2f}" for mine, other in zip(ours, theirs, strict=True))
+    pairs = zip(ours, theirs, strict=True)
+    return " / ".join(f"{mine / other:.2f}" if other else "unknown" for mine, other in pairs)
 
 
 def _beside(name: str, rounds: list[dict[str, Any]]) -> Iterator[str]:

@@ -17,6 +17,7 @@ def make_shape_checkpoint(source: Path, directory: Path, *, seed: int) -> None:
     with torch.device("meta"):
         model = transformers.AutoModelForImageTextToText.from_config(config)
     shutil.copytree(source, directory, dirs_exist_ok=True)
+    config.dtype = torch.bfloat16
     config.save_pretrained(directory)  # in transformers' form of today, which the writer of GGUF files reads
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     write_random(directory / "model.safetensors", shapes, seed)
