@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from hydra_engine import Engine
+from hydra_engine.config.engine import DEFAULT_IMAGES
 from hydra_engine.errors import HydraError, InvalidRequest, RequestError, RequestFailed
 from tests import faults
 from tests.calls import asked
@@ -34,7 +35,7 @@ POISON: dict[str, Callable[[Engine], Any]] = {
     "bomb": lambda e: e.submit("x", png(Image.new("1", (13_300, 13_300)))),
     "absurd shape": lambda e: e.submit("x", Image.new("RGB", (4000, 1))),
     "wrong base64": lambda e: e.submit("x", "data:image/png;base64,@@@"),
-    "too many pictures": lambda e: e.submit("x", [picture(0)] * 17),
+    "too many pictures": lambda e: e.submit("x", [picture(0)] * (DEFAULT_IMAGES + 1)),
     "too long": lambda e: e.submit("word " * 5000),
     "placeholder in raw text": lambda e: e.submit("<image> <image>", raw=True),
     "wrong type": lambda e: e.submit([{"role": "user", "content": 5}]),

@@ -408,7 +408,8 @@ def test_the_table_of_limits_is_the_configuration(name: str) -> None:
     flag = "--" + f.metadata.get("flag", f.name).replace("_", "-")
     (row,) = [line for line in PAGE if line.startswith(f"| `{flag}` |")]
     number, *unit = row.split("|")[2].strip().replace(",", "").split(" ")
-    assert float(number) * {"MiB": 1 << 20, "GiB": 1 << 30}.get("".join(unit), 1) == f.default, row
+    default = float(f.metadata["unset"]) if f.default is None else f.default
+    assert float(number) * {"MiB": 1 << 20, "GiB": 1 << 30}.get("".join(unit), 1) == default, row
 
 
 @pytest.mark.parametrize(
