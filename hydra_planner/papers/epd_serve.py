@@ -306,7 +306,7 @@ def distributions(scale: Scale) -> Result:
             quantiles += [runs.tpot_at(place) for place in range(3)]
             rows.append((name, rate, *quantiles, "yes" if runs.falls_behind else ""))
     titles = [f"{what} {share} ms" for what in ("TTFT", "TPOT") for share in ("p50", "p90", "p99")]
-    steady = [row for row in rows if not row[-1]]
+    steady = [row for row in rows if not row[-1] and number_of(row[2])]  # a load that ended early has no first tokens
     widest = max(steady, key=lambda row: number_of(row[4]) / number_of(row[2]))
     return Result(
         table(("deployment", "rate per device", *titles, "falls behind"), rows, keys=2),
