@@ -8,6 +8,7 @@ import struct
 import zlib
 from typing import Any
 
+from hydra_engine.config.engine import DEFAULT_IMAGES
 from tests.campaigns.hostile.case import BODIES, CHAT, EITHER, MAIN, REFUSED, RESPONSES, Made, as_json
 
 
@@ -126,5 +127,5 @@ def odd_shapes(rng: random.Random) -> Made:
 def many_pictures(rng: random.Random) -> Made:
     url = rng.choice(["http://127.0.0.1:1/x.png", data_url(_picture(rng))])
     part = {"type": "image_url", "image_url": {"url": url}}
-    content = [part] * rng.choice([17, 1000, 1025])
+    content = [part] * rng.choice([DEFAULT_IMAGES + 1, 1000, 1025])
     return as_json(CHAT, BODIES[CHAT] | {"messages": [{"role": "user", "content": content}]}), REFUSED
