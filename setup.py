@@ -230,7 +230,14 @@ class EmulatedBuild(IncrementalBuild):
 setup(
     packages=[
         *find_packages(
-            include=["hydra_engine*", "hydra_planner*", "hydra_terminal*", "hydra_quantizer*", "hydra_transformers*"]
+            include=[
+                "hydra_engine*",
+                "hydra_planner*",
+                "hydra_terminal*",
+                "hydra_nodes*",
+                "hydra_quantizer*",
+                "hydra_transformers*",
+            ]
         ),
         "hydra_kernels",
     ],
@@ -239,6 +246,7 @@ setup(
         "hydra_engine": ["*.pyi", "py.typed"],
         "hydra_engine.demo": ["model/*", "pictures/*", "*.json"],
         "hydra_engine.models": ["shapes/*/*"],
+        "hydra_nodes": ["py.typed"],
         "hydra_planner": ["py.typed"],
         "hydra_terminal": ["py.typed"],
         "hydra_quantizer": ["py.typed"],

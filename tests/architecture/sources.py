@@ -8,7 +8,9 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("hydra_engine", "hydra_planner", "hydra_terminal", "hydra_quantizer", "hydra_transformers")
+PACKAGES = (
+    *("hydra_engine", "hydra_nodes", "hydra_planner", "hydra_terminal", "hydra_quantizer", "hydra_transformers"),
+)
 SHIPPED = (*PACKAGES, "kernels", "tools")  # packages, and tools that follow their rules
 
 

@@ -10,6 +10,7 @@ from tests.architecture.sources import ROOT, files_in, text_of
 
 LOOKED_AT = (
     "hydra_engine/",
+    "hydra_nodes/",
     "hydra_planner/",
     "hydra_terminal/",
     "hydra_quantizer/",

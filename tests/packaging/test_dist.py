@@ -76,6 +76,7 @@ def check_files(wheel: Path) -> None:
             "--others",
             "--exclude-standard",
             "hydra_engine",
+            "hydra_nodes",
             "hydra_planner",
             "hydra_terminal",
             "hydra_quantizer",
@@ -228,7 +229,7 @@ def test_every_import_is_a_dependency() -> None:
     named = {re.split(r"[^\w.-]", line)[0].lower().replace("_", "-") for line in lines}
     owners = packages_distributions()
     missing = set()
-    beside = ("hydra_planner", "hydra_terminal", "hydra_quantizer", "hydra_transformers")
+    beside = ("hydra_nodes", "hydra_planner", "hydra_terminal", "hydra_quantizer", "hydra_transformers")
     packages = ("hydra_engine", *beside, "kernels/hydra_kernels")
     for path in [path for package in packages for path in (ROOT / package).rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -93,6 +93,7 @@ def test_nothing_reads_as_if_an_index_had_the_package() -> None:
     """A name that nobody has registered is one that anybody may take."""
     folders = (
         "hydra_engine",
+        "hydra_nodes",
         "hydra_planner",
         "hydra_terminal",
         "hydra_quantizer",
