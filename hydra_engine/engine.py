@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, overload
 
-from hydra_engine.cluster.supervisor import Ahead
+from hydra_engine.cluster.launcher import Ahead
 from hydra_engine.config import DEMO_MODEL, EngineConfig, EngineOptions, check_start, config_from_options
 from hydra_engine.config.options import as_keywords, warning_of_units
 from hydra_engine.core.call import GenerationCall, Role
@@ -147,7 +147,7 @@ class Engine:
         if config.chat_template is not None:
             read_template(config.chat_template)  # raises before gigabytes are read
         self.created = int(time.time())
-        self._processes = processes or len(Topology.parse(config.topology).instances) > 1
+        self._processes = processes or config.cluster.launcher is not None or len(config.parsed_topology.instances) > 1
         self._ahead, self._preloaded = ahead, preloaded
         self._frontend: Frontend | None = None
         self._closed = False

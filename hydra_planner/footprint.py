@@ -54,7 +54,7 @@ def footprints(config: EngineConfig, memory_bytes: int | None = None) -> Footpri
     its free memory now. Raises ConfigError for a topology that cannot serve the model, ResourceError naming an instance
     that would not fit."""
     spec = load_spec(config.model_path, config.spec_options)
-    topology = Topology.parse(config.topology)
+    topology = config.parsed_topology
     check_serves(topology, spec.vision is not None)
     devices = topology.devices(config.device)
     if "auto" in devices:

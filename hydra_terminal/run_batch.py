@@ -75,9 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _default_concurrency(config: EngineConfig) -> int:
     """Number of requests in flight by default: twice what the instances serve at once, which keeps lanes and
     preprocessing busy, but at most half of `max_queue`."""
-    from hydra_engine.core.instances import Topology
-
-    topology = Topology.parse(config.topology)
+    topology = config.parsed_topology
     named = zip(topology.names, topology.instances, strict=True)
     at_once = sum(config.for_instance(name, spec.role).scheduler.max_running_requests for name, spec in named)
     return max(1, min(2 * at_once, config.scheduler.max_queue // 2))

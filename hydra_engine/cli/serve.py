@@ -16,7 +16,7 @@ from hydra_engine.core.options import NATIVE
 from hydra_engine.preprocess.model_files import find_model_files
 
 if TYPE_CHECKING:
-    from hydra_engine.cluster.supervisor import Ahead
+    from hydra_engine.cluster.launcher import Ahead
     from hydra_engine.core.processes.preloaded import Preloaded
 
 
@@ -41,7 +41,6 @@ def start(config: EngineConfig, server: ServerConfig) -> int:
     _raise_descriptor_limit()
     # Imported here: other commands do not need these, and errors of the configuration come before the imports.
     from hydra_engine.cluster.spawn import COMMAND, Spawned, preload, spawn
-    from hydra_engine.core.instances import Topology
     from hydra_engine.core.processes.privacy import forbid_access_by_others
     from hydra_engine.models.specs.registry import modules_to_preload
 
@@ -52,8 +51,9 @@ def start(config: EngineConfig, server: ServerConfig) -> int:
     ahead: dict[str, Spawned] = {}
     preloaded = preload(modules_to_preload(config.model_impl))
     try:
-        if config.model_impl in NATIVE:  # others may be forks of one process
-            for name in Topology.parse(config.topology).names:
+        # Others may be forks of one process, or run elsewhere.
+        if config.model_impl in NATIVE and config.cluster.launcher is None:
+            for name in config.parsed_topology.names:
                 ahead[name] = spawn(COMMAND, name)
         return _serve(config, server, ahead, preloaded)
     finally:

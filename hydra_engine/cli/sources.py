@@ -256,7 +256,7 @@ def _problem(error: yaml.YAMLError) -> str:
 def _entries(root: yaml.MappingNode | None) -> Iterator[tuple[yaml.ScalarNode, yaml.Node, str]]:
     """Yields (key, value, section); the section is "" for keys at the top. Raises ConfigError."""
     for key, node in root.value if root is not None else ():
-        if _key(key).value not in SECTIONS:
+        if _key(key).value not in SECTIONS or (isinstance(node, yaml.ScalarNode) and _is_option(key, node)):
             yield key, node, ""
         elif isinstance(node, yaml.MappingNode):
             for inner, value in node.value:
@@ -265,6 +265,11 @@ def _entries(root: yaml.MappingNode | None) -> Iterator[tuple[yaml.ScalarNode, y
             raise ConfigError(
                 f"the section {key.value} of the configuration file must hold lines such as `name: value`"
             )
+
+
+def _is_option(key: yaml.ScalarNode, node: yaml.ScalarNode) -> bool:
+    """True for `cluster: ray`, where a section has the name of an option."""
+    return bool(node.value) and key.value in options_by_name()
 
 
 def _key(node: yaml.Node) -> yaml.ScalarNode:

@@ -26,7 +26,7 @@ from hydra_engine.cluster.channel import (
 )
 from hydra_engine.cluster.spawn import OPENMP_IDLE, Spawned, spawn
 from hydra_engine.core.processes.preloaded import Preloaded, Process
-from hydra_engine.core.processes.status import waited_s
+from hydra_engine.core.processes.status import ProcessStatus, process_status, waited_s
 from hydra_engine.core.units import describe_exit
 
 REAPING_S = 0.01  # between two looks at a process that is about to end
@@ -37,6 +37,9 @@ _OPENMP_PAGE = "/dev/shm/__KMP_REGISTERED_LIB_{pid}_{uid}"
 
 class Child(Protocol):
     @property
+    def name(self) -> str: ...
+
+    @property
     def incarnation(self) -> int: ...
 
     @property
@@ -44,7 +47,12 @@ class Child(Protocol):
 
     @property
     def pid(self) -> int | None:
-        """The process id; None: a thread, which cannot be killed."""
+        """The process id; None: no process of its own on this machine."""
+        ...
+
+    @property
+    def killable(self) -> bool:
+        """False for a thread."""
         ...
 
     def exit_description(self) -> str | None:
@@ -54,12 +62,12 @@ class Child(Protocol):
 
     def kill(self) -> None: ...
 
-    def waited_s(self) -> dict[str, float]:
-        """Seconds that each thread was ready but had no CPU, by thread id; empty if the system does not count them."""
+    def status(self) -> ProcessStatus | None:
+        """The status of its process and its descendants; None if that cannot be known."""
         ...
 
-    def connect(self, peer: channel.Connect, sock: socket.socket) -> None:
-        """Hands over one end of a connection; the caller still closes `sock`. Raises OSError."""
+    def waited_s(self) -> dict[str, float]:
+        """Seconds that each thread was ready but had no CPU, by thread id; empty if the system does not count them."""
         ...
 
     def close(self) -> None:
@@ -68,7 +76,12 @@ class Child(Protocol):
 
 
 class ProcessChild:
-    def __init__(self, incarnation: int, end: FrontendSocket, control: socket.socket, process: Process) -> None:
+    killable = True
+
+    def __init__(
+        self, name: str, incarnation: int, end: FrontendSocket, control: socket.socket, process: Process
+    ) -> None:
+        self.name = name
         self.incarnation = incarnation
         self.end = end
         self.pid = process.pid
@@ -92,7 +105,7 @@ class ProcessChild:
             spawned.discard()
             raise
         end.send_start(start)
-        return cls(start.incarnation, end, spawned.control, spawned.process)
+        return cls(start.name, start.incarnation, end, spawned.control, spawned.process)
 
     def exit_description(self) -> str | None:
         was_reaped = self._process.returncode is not None
@@ -100,17 +113,21 @@ class ProcessChild:
         if code is None:
             return None
         if not was_reaped:
-            _remove_openmp_page(self.pid)
+            remove_openmp_page(self.pid)
         return describe_exit(code)
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
+    def status(self) -> ProcessStatus | None:
+        return process_status(self.pid)
+
     def waited_s(self) -> dict[str, float]:
         return waited_s(self.pid)
 
     def connect(self, peer: channel.Connect, sock: socket.socket) -> None:
+        """Hands over one end of a connection; the caller still closes `sock`. Raises OSError."""
         send_with(self._control, channel.encode_connect(peer), [sock.fileno()])
 
     def close(self) -> None:
@@ -122,8 +139,10 @@ class ThreadChild:
     """An instance on a thread of this process. It is the only instance, so it has no peers."""
 
     pid = None
+    killable = False
 
-    def __init__(self, incarnation: int, end: LocalFrontendEnd, thread: threading.Thread) -> None:
+    def __init__(self, name: str, incarnation: int, end: LocalFrontendEnd, thread: threading.Thread) -> None:
+        self.name = name
         self.incarnation = incarnation
         self.end = end
         self._thread = thread
@@ -135,7 +154,7 @@ class ThreadChild:
             target=_run_local, args=(start, instance_end), name=f"instance-{start.name}", daemon=True
         )
         thread.start()
-        return cls(start.incarnation, frontend, thread)
+        return cls(start.name, start.incarnation, frontend, thread)
 
     def exit_description(self) -> str | None:
         return None if self._thread.is_alive() else "ended"
@@ -143,11 +162,11 @@ class ThreadChild:
     def kill(self) -> None:
         """Does nothing: a thread cannot be killed."""
 
+    def status(self) -> ProcessStatus | None:
+        return None
+
     def waited_s(self) -> dict[str, float]:
         return {}
-
-    def connect(self, peer: channel.Connect, sock: socket.socket) -> None:
-        raise AssertionError("a thread has no peers")
 
     def close(self) -> None:
         self.end.close()
@@ -167,12 +186,12 @@ async def wait_for_end(children: Sequence[Child], clock: Clock, grace_s: float) 
 
 
 def is_late(child: Child, waited_before: Mapping[str, float], late_s: float) -> bool:
-    """True if the child is a process that is late even without the CPU wait of its most starved thread."""
+    """True if the child can be killed and is late even without the CPU wait of its most starved thread."""
     waits = (waited_s - waited_before.get(thread, 0.0) for thread, waited_s in child.waited_s().items())
-    return child.pid is not None and max(waits, default=0.0) <= late_s
+    return child.killable and max(waits, default=0.0) <= late_s
 
 
-def _remove_openmp_page(pid: int) -> None:
+def remove_openmp_page(pid: int) -> None:
     """Removes the page of a process that has been reaped; ignores one that is missing or another user's."""
     with contextlib.suppress(OSError):
         os.unlink(_OPENMP_PAGE.format(pid=pid, uid=os.getuid()))

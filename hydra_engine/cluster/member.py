@@ -171,6 +171,7 @@ class Member:
         self.name = name
         self.loaded = spec.role
         self.role = spec.role  # that it serves now
+        self.node = spec.node
         self.config = replace(config, device=spec.device)
         self.condition = Condition.STARTING
         self.reason = ""
@@ -225,6 +226,7 @@ class Member:
             reason=self.reason,
             status=self.status,
             summary=self.summary,
+            node=self.node,
         )
 
 
@@ -239,7 +241,7 @@ class InstanceLink:
     incarnation: int
     end: FrontendEnd
     summary: InstanceSummary
-    pid: int | None  # None: a thread of this process
+    pid: int | None  # None: no process of its own on this machine
 
 
 class ClusterListener(Protocol):

@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,13 +59,19 @@ def spawn(command: Sequence[str], name: str, preloaded: Preloaded | None = None)
 
 
 def start_python(
-    command: Sequence[str], channel: socket.socket, control: socket.socket, preloaded: Preloaded | None = None
+    command: Sequence[str],
+    channel: socket.socket,
+    control: socket.socket,
+    preloaded: Preloaded | None = None,
+    *,
+    hidden: Collection[str] = SECRET_VARIABLES,
 ) -> Process:
-    """Starts a Python process that inherits these sockets and no secret environment variables. Raises OSError."""
+    """Starts a Python process that inherits these sockets and no environment variables that are `hidden`. Raises
+    OSError."""
     descriptors = [channel.fileno(), control.fileno()]
     command = [*command, "--fd", str(descriptors[0]), "--control", str(descriptors[1])]
     package_parent = str(Path(__file__).resolve().parents[2])
-    environment = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_parent, environment.get("PYTHONPATH")]))
     environment.setdefault(*OPENMP_IDLE)
     if preloaded is not None and preloaded.is_alive:

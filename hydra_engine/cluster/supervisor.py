@@ -1,8 +1,8 @@
 """Starts the instances of a topology, connects them with each other, watches them and starts the dead ones again.
 
-Two ways to run an instance: a single one on a thread of this process with an in-memory channel (the embedded default),
-or each as a process of its own with sockets that only it inherits. Either way the listener learns of progress,
-readiness, silence and death in the same form. Does not know requests.
+A launcher runs them: a single one on a thread of this process with an in-memory channel (the embedded default), or each
+as a process of its own, here or on other machines. Either way the listener learns of progress, readiness, silence and
+death in the same form. Does not know requests.
 """
 
 from __future__ import annotations
@@ -10,38 +10,33 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import socket
 import time
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from operator import or_
 
 from hydra_engine.clock import Clock, MonotonicClock
-from hydra_engine.cluster import channel
-from hydra_engine.cluster.children import REAPING_S, Child, ProcessChild, ThreadChild, wait_for_end
+from hydra_engine.cluster.children import REAPING_S, Child, wait_for_end
+from hydra_engine.cluster.launcher import Ahead, Launcher, LocalLauncher, load_launcher
 from hydra_engine.cluster.member import PACE, Change, ClusterListener, Exiting, InstanceLink, Member, OwnPauses, Pace
 from hydra_engine.cluster.pairs import Names, Pairs
-from hydra_engine.cluster.spawn import COMMAND, Spawned
+from hydra_engine.cluster.spawn import COMMAND
 from hydra_engine.config import EngineConfig
-from hydra_engine.core.instances import Condition, InstanceState, Role, Topology
+from hydra_engine.core.instances import Condition, InstanceState, Role
 from hydra_engine.core.messages import WIRE_VERSION, Failed, Loading, PeerState, Ready, SetRole, Shutdown, ToFrontend
 from hydra_engine.core.processes.preloaded import Preloaded
-from hydra_engine.core.processes.status import process_status
 from hydra_engine.core.reports import Status
 from hydra_engine.errors import ConfigError, EngineClosed, HydraError, ResourceError, TransferError, from_info
 
 logger = logging.getLogger(__name__)
-
-Ahead = MutableMapping[str, Spawned]  # by the names of instances; an entry is removed when it is used
 
 
 class Supervisor:
     """The instances of a topology. Start it once, stop it once; everything runs on the loop that called `start`.
 
     A death shows by the end of the channel, the end of the process or silence; the timer task alone handles it.
-    `ahead`: processes that have been started already, for the first incarnation of their instances. `pace` and
-    `command` are for tests."""
+    `ahead`: as of `LocalLauncher`. `pace` and `command` are for tests."""
 
     def __init__(
         self,
@@ -54,17 +49,22 @@ class Supervisor:
         command: Sequence[str] = COMMAND,
         ahead: Ahead | None = None,
     ) -> None:
-        topology = Topology.parse(config.topology)
+        topology = config.parsed_topology
         placed = topology.with_devices(topology.devices(config.device))
         members = zip(topology.names, placed.instances, strict=True)
         self._members = {name: Member(name, spec, config, pace) for name, spec in members}
         self._has_peers = len(self._members) > 1
-        self.processes = processes or self._has_peers
-        self._strict = strict_channel
+        elsewhere = config.cluster.launcher
+        self.processes = processes or self._has_peers or elsewhere is not None
+        self._launcher: Launcher
+        if elsewhere is None:
+            self._launcher = LocalLauncher(
+                processes=self.processes, strict=strict_channel, command=command, ahead=ahead
+            )
+        else:
+            self._launcher = load_launcher(elsewhere, config)
         self._clock = clock or MonotonicClock()
         self._pace = pace
-        self._command = command
-        self._ahead = {} if ahead is None else ahead
         self.preloaded: Preloaded | None = None  # what instance processes are forks of
         self._longest_pause_s = config.cluster.suspect_s / 2
         # Unique over all starts of the engine on this machine, as nothing of an earlier one may be taken for ours.
@@ -83,6 +83,7 @@ class Supervisor:
         self._timer = asyncio.create_task(self._watch(), name="supervisor")
         self._timer.add_done_callback(self._timer_ended)
         try:
+            await self._launcher.open()
             for member in self._members.values():
                 try:
                     await self._launch(member)
@@ -104,23 +105,22 @@ class Supervisor:
             await asyncio.wait([self._timer])
         for member in self._members.values():
             if (child := member.child) is not None:
-                if child.pid is None or member.condition is Condition.READY:
+                if not child.killable or member.condition is Condition.READY:
                     child.end.send([Shutdown()])
                 else:  # it has nothing to end in order, or cannot
                     child.kill()
         children = [c for m in self._members.values() for c in (m.child, m.killed_child) if c is not None]
         for child in await wait_for_end(children, self._clock, self._pace.exit_grace_s):
-            logger.warning(
-                "instance process %s did not end in %.0f s and is killed", child.pid, self._pace.exit_grace_s
-            )
+            logger.warning("instance %s did not end in %.0f s and is killed", child.name, self._pace.exit_grace_s)
             child.kill()
         for child in await wait_for_end(children, self._clock, self._pace.exit_grace_s):
-            logger.error("process %s is killed and does not end", child.pid)
+            logger.error("instance %s is killed and does not end", child.name)
         for child in children:
             child.close()
         for member in self._members.values():
             member.child = member.killed_child = None
             member.condition = Condition.STOPPED
+        await self._launcher.close()
 
     def states(self) -> tuple[InstanceState, ...]:
         return tuple(member.state() for member in self._members.values())
@@ -147,18 +147,13 @@ class Supervisor:
     # ---- life
 
     async def _launch(self, member: Member) -> None:
-        """Starts a process or thread for the next incarnation. Raises OSError."""
-        device = member.config.device
-        neighbours = tuple(other.name for other in self._members.values() if other.config.device == device)
+        """Starts the next incarnation. Raises OSError."""
+        place = member.node, member.config.device
+        neighbours = tuple(m.name for m in self._members.values() if (m.node, m.config.device) == place)
         start = member.begin(
             self._clock.now(), next(self._incarnations), neighbours=neighbours, has_peers=self._has_peers
         )
-        child: Child
-        if self.processes:
-            child = await ProcessChild.launch(self._command, start, self._ahead.pop(member.name, None), self.preloaded)
-        else:
-            child = ThreadChild.launch(start, strict=self._strict)
-        member.child = child
+        member.child = child = await self._launcher.launch(start, member.node, self.preloaded)
         child.end.attach(partial(self._receive, member, child), partial(self._on_channel_end, member, child))
 
     def _on_channel_end(self, member: Member, child: Child) -> None:
@@ -276,15 +271,15 @@ class Supervisor:
                 member.reason = "has not been heard of for a while"
                 logger.warning("instance %s is silent", member.name)
                 self._listener.on_silent(member.name, True)
-            case Change.FENCE if child.pid is not None:
+            case Change.FENCE if child.killable:
                 child.kill()
                 seconds = member.config.cluster.fence_s
                 member.exiting = Exiting(now, f"was silent for {seconds:g} s and was killed")
 
     def _check_start_progress(self, member: Member, child: Child, now: float) -> None:
-        if child.pid is None or not member.start_progress.is_due(now):
+        if not child.killable or not member.start_progress.is_due(now):
             return
-        if (problem := member.start_progress.problem(now, process_status(child.pid))) is not None:
+        if (problem := member.start_progress.problem(now, child.status())) is not None:
             child.kill()
             member.exiting = Exiting(now, problem)
 
@@ -374,11 +369,13 @@ class Supervisor:
                 self._pairs.connected(names, now)
 
     def _connect(self, names: Names) -> None:
-        """Connects two instances. This process closes its copies of both ends at once, so that a death of one ends the
-        connection for the other. Raises OSError."""
-        one, other = (self._members[name] for name in names)
-        assert one.child is not None and other.child is not None
-        left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with left, right:
-            one.child.connect(channel.Connect(other.name, other.incarnation), left)
-            other.child.connect(channel.Connect(one.name, one.incarnation), right)
+        """Connects two instances. Raises OSError."""
+        one, other = (self._members[name].child for name in names)
+        assert one is not None and other is not None
+        self._launcher.connect(one, other, partial(self._connection_failed, names, (one, other)))
+
+    def _connection_failed(self, names: Names, children: tuple[Child, Child], problem: str) -> None:
+        """Takes the problem of a connection that was under way, unless one of the two has ended since."""
+        if all(self._members[name].child is child for name, child in zip(names, children, strict=True)):
+            self._pairs.record_failure(names, problem, self._clock.now())
+            self._check_start()

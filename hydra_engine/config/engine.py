@@ -17,7 +17,7 @@ from hydra_engine.config.values import (
     parse_sm_split,
 )
 from hydra_engine.core.instances import Role, Topology
-from hydra_engine.core.options import MODEL_IMPLEMENTATIONS, NATIVE, SpecOptions
+from hydra_engine.core.options import LAUNCHERS, MODEL_IMPLEMENTATIONS, NATIVE, SpecOptions
 from hydra_engine.entry_points import find_entry_points
 from hydra_engine.errors import ConfigError
 
@@ -40,20 +40,38 @@ MAX_PRIORITY = (1 << 31) - 1  # of a request; the lowest is -MAX_PRIORITY - 1
 _DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
 
 
-class _Implementations(tuple[str, ...]):
-    """Choices of `model_impl`: these, and the entry points of other packages, which are read for no listed name."""
+class _Choices(tuple[str, ...]):
+    """Choices that are these, and the entry points of other packages in `group`, which are read for no listed name."""
+
+    group: str
+
+    @classmethod
+    def in_group(cls, group: str, *listed: str) -> _Choices:
+        choices = cls(listed)
+        choices.group = group
+        return choices
 
     def __contains__(self, name: object) -> bool:
-        if super().__contains__(name):
-            return True
-        return isinstance(name, str) and name in find_entry_points(MODEL_IMPLEMENTATIONS)
+        return super().__contains__(name) or (isinstance(name, str) and name in find_entry_points(self.group))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """Several instances together: where requests go, how blocks move, when an instance is lost. Durations are in
-    seconds."""
+    """Several instances together: on which machines they run, where requests go, how blocks move, when an instance is
+    lost. Durations are in seconds."""
 
+    launcher: str | None = opt(
+        None,
+        "ray: the topology names nodes of a Ray cluster, as in E@node1+PD@node2:cuda:0, and instances run there",
+        unset="all on this machine",
+        choices=_Choices.in_group(LAUNCHERS, "ray"),
+        flag="cluster",
+    )
+    ray_address: str | None = opt(
+        None,
+        "with --cluster ray: HOST:PORT of the Ray cluster to join",
+        unset="RAY_ADDRESS, else the one that runs here, else a new one of this machine",
+    )
     router: str = opt(
         "least-loaded",
         "least-loaded: least late, then done soonest; affinity: the same, and what an instance has seen takes no time "
@@ -357,7 +375,7 @@ class EngineConfig:
         "auto",
         "auto or native: the engine's own models; transformers: modules of transformers inside the engine's stages "
         "(slower, any image-text-to-text model)",
-        choices=_Implementations((*NATIVE, "transformers")),
+        choices=_Choices.in_group(MODEL_IMPLEMENTATIONS, *NATIVE, "transformers"),
     )
     load_format: str = opt(
         "auto",
@@ -433,7 +451,7 @@ class EngineConfig:
         for name, part in PARTS.items():
             if not isinstance(given := getattr(self, name), part):
                 raise ConfigError(f"{name} must be a {part.__name__}, not {type(given).__name__}", param=name)
-        Topology.parse(self.topology)
+        Topology.parse(self.topology, nodes=self.cluster.launcher is not None)
         if self.instance_limits is not None:
             parse_instance_limits(self.instance_limits, self.topology)
         for name, most in (("cuda_graph_sizes", MAX_GRAPH_SIZE), ("encoder_cuda_graph_sizes", MAX_ENCODE_SIZE)):
@@ -448,6 +466,10 @@ class EngineConfig:
             raise ConfigError("threads must be between 1 and 1024", param="threads")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError("max_model_len must be at least 2", param="max_model_len")
+
+    @property
+    def parsed_topology(self) -> Topology:
+        return Topology.parse(self.topology, nodes=self.cluster.launcher is not None)
 
     def for_instance(self, name: str, role: Role) -> EngineConfig:
         """Returns the configuration of one instance: a copy with its own limits (`instance_limits`), or self if it has

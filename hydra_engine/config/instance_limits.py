@@ -47,7 +47,7 @@ _SHOWN = 40  # characters that a message quotes
 @lru_cache(maxsize=16)
 def parse_instance_limits(text: str, topology: str) -> Mapping[str, Limits]:
     """Returns limits by key, a role's letters or an instance name of that topology. Raises ConfigError."""
-    roles = _roles_by_key(Topology.parse(topology))
+    roles = _roles_by_key(Topology.parse(topology, nodes=True))
     found: dict[str, Limits] = {}
     for entry in filter(None, (part.strip() for part in text.split(";"))):
         key, colon, limits = entry.partition(":")

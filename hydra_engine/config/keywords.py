@@ -107,6 +107,8 @@ class EngineOptions(TypedDict, total=False):
     min_pixels: int | None
     max_pixels: int | None
     # cluster
+    launcher: str | None
+    ray_address: str | None
     router: str
     lease_s: float
     suspect_s: float
@@ -136,13 +138,15 @@ def config_from_options(model: object, options: Mapping[str, Any]) -> EngineConf
     """Builds an EngineConfig for the embedded engine from flat options: fields of the config itself and of its parts,
     also under vLLM's names, and the parts. Local pictures may be opened, because they are the caller's own, unless
     `media` is given. Raises ConfigError for a wrong type, name or value."""
-    parts = {name: options[name] for name in PARTS if name in options}
+    # `cluster` is also the option of this name: cluster="ray".
+    names = [name for name in PARTS if name not in _keywords() or not isinstance(options.get(name), str)]
+    parts = {name: options[name] for name in names if name in options}
     chosen: dict[str, Any] = {"model": value_from_object(options_by_name()["model"], model, "model")}
     written: dict[str, str] = {}  # the keyword that has set a field
     for name, value in options.items():
         if (reason := reason_ignored(name.replace("_", "-"), value)) is not None:
             logger.warning("%s changes nothing here: %s", name, reason)
-        elif name not in PARTS and name != _LIMITS:
+        elif name not in parts and name != _LIMITS:
             option = _option(name)
             if (other := written.setdefault(option.field, name)) != name:
                 raise ConfigError(f"{name} and {other} mean the same; give one of them", param=option.field)

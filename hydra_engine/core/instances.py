@@ -68,19 +68,26 @@ def lends_decodes(source: Role, target: Role) -> bool:
 class InstanceSpec:
     role: Role
     device: str  # "auto", "cpu", "cuda:0"
+    node: str = ""  # the machine, of a cluster of several; "": this one
+
+    @property
+    def place(self) -> str:
+        """The part behind "@" in a topology: "a", "cuda:0", "a:cuda:0"; "" for none."""
+        return ":".join(filter(None, (self.node, "" if self.device == "auto" else self.device)))
 
 
 MAX_INSTANCES = 64
 
 _PART = re.compile(r"(?P<count>[0-9]{0,6})(?P<role>[EPD]{1,3})(?:@(?P<device>.*))?")
 _DEVICE = re.compile(r"auto|cpu|cuda:(?:0|[1-9][0-9]{0,2})")
+_NODE = re.compile(r"(?!(?:auto|cpu|cuda)(?::|$))(?P<node>[A-Za-z0-9][A-Za-z0-9._-]{0,252})(?::(?P<device>.*))?", re.I)
 _MAX_EXAMPLE = 100  # characters of a topology in a message
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The instances of a deployment in order, written as `EPD`, `EP+D`, `2E+P+D`, `1E3P4D` or
-    `E@cuda:0,P@cuda:0,D@cuda:1`."""
+    """The instances of a deployment in order, written as `EPD`, `EP+D`, `2E+P+D`, `1E3P4D`,
+    `E@cuda:0,P@cuda:0,D@cuda:1` or, over several machines, `2E@node1+PD@node2:cuda:0`."""
 
     instances: tuple[InstanceSpec, ...]
 
@@ -97,10 +104,12 @@ class Topology:
 
     def devices(self, default: str) -> tuple[str, ...]:
         """Devices of the instances, in order. "auto" becomes `default`; if that is "auto" too, the first device that
-        the topology names, and if it names none, "auto" stays."""
-        named = (default, *(spec.device for spec in self.instances))
-        others = next((device for device in named if device != "auto"), "auto")
-        return tuple(others if spec.device == "auto" else spec.device for spec in self.instances)
+        the topology names on the same node, and if it names none, "auto" stays."""
+        others: dict[str, str] = {}
+        for spec in self.instances:
+            if default != "auto" or spec.device != "auto":
+                others.setdefault(spec.node, spec.device if default == "auto" else default)
+        return tuple(others.get(spec.node, "auto") if spec.device == "auto" else spec.device for spec in self.instances)
 
     def with_devices(self, devices: Sequence[str]) -> Topology:
         """A copy of the topology with these devices, one for each instance. Raises ValueError for another number."""
@@ -116,14 +125,14 @@ class Topology:
         return role
 
     @classmethod
-    def parse(cls, text: str) -> Topology:
-        """Parses a topology. Raises ConfigError if it cannot be read, has more than MAX_INSTANCES instances, or has
-        none for P or for D; `check_serves` also requires E for a vision model."""
-        # "1E3P4D" is short for "1E+3P+4D": every digit opens a new part.
-        spread = re.sub(r"(?<=[EPD])(?=[0-9]+[EPD])", "+", text.strip())
+    def parse(cls, text: str, *, nodes: bool = False) -> Topology:
+        """Parses a topology, with names of nodes only if `nodes`. Raises ConfigError if it cannot be read, has more
+        than MAX_INSTANCES instances, or has none for P or for D; `check_serves` also requires E for a vision model."""
+        # "1E3P4D" is short for "1E+3P+4D": every digit opens a new part, but for those in names of nodes.
+        spread = re.sub(r"(@[^+,]*)|(?<=[EPD])(?=[0-9]+[EPD])", lambda match: match[1] or "+", text.strip())
         instances: list[InstanceSpec] = []
         for part in re.split(r"[+,]", spread):
-            count, spec = _part(text, part.strip())
+            count, spec = _part(text, part.strip(), nodes=nodes)
             if len(instances) + count > MAX_INSTANCES:
                 raise _refused(text, f"there can be at most {MAX_INSTANCES} instances")
             instances.extend([spec] * count)
@@ -135,12 +144,12 @@ class Topology:
         parts = []
         for spec, run in groupby(self.instances):
             count = len(list(run))
-            device = "" if spec.device == "auto" else f"@{spec.device}"
-            parts.append(f"{count if count > 1 else ''}{spec.role.letters}{device}")
+            place = f"@{spec.place}" if spec.place else ""
+            parts.append(f"{count if count > 1 else ''}{spec.role.letters}{place}")
         return "+".join(parts)
 
 
-def _part(text: str, part: str) -> tuple[int, InstanceSpec]:
+def _part(text: str, part: str, *, nodes: bool) -> tuple[int, InstanceSpec]:
     """(number of instances, their spec) of a part such as `2P@cuda:1`. Raises ConfigError that quotes all of `text`."""
     match = _PART.fullmatch(part)
     if match is None:
@@ -148,13 +157,21 @@ def _part(text: str, part: str) -> tuple[int, InstanceSpec]:
             text,
             f"cannot read the part {part[:20]!r}; write for example EPD, EP+D, 1E3P4D or E@cuda:0,P@cuda:0,D@cuda:1",
         )
-    device = match["device"] if match["device"] is not None else "auto"
+    node, device = "", match["device"] if match["device"] is not None else "auto"
+    if (named := _NODE.fullmatch(device)) is not None:
+        if not nodes:
+            raise _refused(
+                text,
+                f"there is no device {device[:20]!r}, and names of other machines need --cluster; write cpu or cuda:N, "
+                "for example E@cuda:0+PD@cuda:1",
+            )
+        node, device = named["node"], named["device"] if named["device"] is not None else "auto"
     if _DEVICE.fullmatch(device) is None:
         raise _refused(text, f"there is no device {device[:20]!r}; write cpu or cuda:N, for example E@cuda:0+PD@cuda:1")
     count = int(match["count"] or 1)
     if count == 0:
         raise _refused(text, f"the part {part[:20]!r} stands for no instance; leave it out or write a number above 0")
-    return count, InstanceSpec(Role.parse(match["role"]), device)
+    return count, InstanceSpec(Role.parse(match["role"]), device, node)
 
 
 # ---- checks, each with a topology that would work
@@ -175,8 +192,9 @@ def check_serves(topology: Topology, has_vision: bool) -> None:
 
 def check_devices(topology: Topology, devices: Sequence[str]) -> None:
     """Raises ConfigError if an instance of the topology names a device that is not in `devices`, for example ("cpu",
-    "cuda:0"). "auto" is allowed."""
-    wanted = list(dict.fromkeys(spec.device for spec in topology.instances if spec.device != "auto"))
+    "cuda:0"). "auto" is allowed, and what is on another node is not checked."""
+    here = [spec.device for spec in topology.instances if not spec.node]
+    wanted = list(dict.fromkeys(device for device in here if device != "auto"))
     missing = [device for device in wanted if device not in devices]
     if missing:
         others = [device for device in devices if _kind(device) == _kind(missing[0])] or ["cpu"]
@@ -227,7 +245,7 @@ def _with_instance(topology: Topology, role: Role) -> Topology:
     instances = list(topology.instances)
     own = "EPD".index(role.letters[0])
     later = (i for i, spec in enumerate(instances) if "EPD".index(spec.role.letters[0]) > own)
-    instances.insert(next(later, len(instances)), InstanceSpec(role, instances[_nearest(topology)].device))
+    instances.insert(next(later, len(instances)), replace(instances[_nearest(topology)], role=role))
     return Topology(tuple(instances))
 
 
@@ -278,7 +296,7 @@ class Condition(StrEnum):
 @dataclass(frozen=True, slots=True)
 class InstanceState:
     """The state of an instance. `role`: the stages that it serves now; `loaded`: those that it has weights for; both as
-    letters. `restarts`: how often it has ended without being stopped. `pid`: None without a process of its own.
+    letters. `restarts`: how often it has ended without being stopped. `pid`: None without a process on this machine.
     `status`, `summary`: the latest that it sent, None from each start until the first."""
 
     name: str
@@ -291,3 +309,4 @@ class InstanceState:
     reason: str = ""  # why it is not ready
     status: Status | None = None
     summary: InstanceSummary | None = None
+    node: str = ""  # of a cluster of several machines

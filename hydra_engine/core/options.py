@@ -15,6 +15,7 @@ NICENESS: dict[str, dict[str, int]] = {
 # Values of `model_impl` for the engine's own models, and the entry points of other packages, whose names are others.
 NATIVE = ("auto", "native")
 MODEL_IMPLEMENTATIONS = "hydra_engine.model_implementations"
+LAUNCHERS = "hydra_engine.launchers"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,13 +19,14 @@ from importlib import import_module
 from typing import Any
 
 from hydra_engine.clock import Clock, MonotonicClock
+from hydra_engine.cluster.launcher import Ahead
 from hydra_engine.cluster.member import InstanceLink
 from hydra_engine.cluster.spawn import INSTANCE, preload
-from hydra_engine.cluster.supervisor import Ahead, Supervisor
+from hydra_engine.cluster.supervisor import Supervisor
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.call import GenerationCall
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.instances import InstanceState, Topology
+from hydra_engine.core.instances import InstanceState
 from hydra_engine.core.messages import Loading, ResetCaches, ToFrontend, ToInstance
 from hydra_engine.core.outputs import Result
 from hydra_engine.core.processes.preloaded import CURRENT, Preloaded
@@ -91,8 +92,11 @@ class Frontend:
         self._finish_times: deque[float] = deque(maxlen=32)
         self._preprocess_tasks: dict[RequestId, asyncio.Task[None]] = {}
         self._next_id: Callable[[], RequestId] = map(RequestId, itertools.count(1)).__next__
-        topology = Topology.parse(config.topology)
-        roles = {name: spec.role for name, spec in zip(topology.names, topology.instances, strict=True)}
+        topology = config.parsed_topology
+        placed = topology.with_devices(topology.devices(config.device))
+        specs = dict(zip(topology.names, placed.instances, strict=True))
+        self._places = {name: spec.place for name, spec in specs.items() if spec.node}
+        roles = {name: spec.role for name, spec in specs.items()}
         self._dispatcher = Dispatcher(config, roles, send=self._send, next_id=self._next_id, report=self._report)
         self._stand_ins = StandIns(self._dispatcher.instances, self._supervisor.set_role)
         self._dispatcher.on_loss = self._stand_in
@@ -141,7 +145,7 @@ class Frontend:
         read their weights."""
         path = self.config.model_path
         spec = await self._load_spec()
-        self._placement = Placement(spec.vision is not None)
+        self._placement = Placement(spec.vision is not None, nodes=self.config.cluster.launcher is not None)
         self._placement.check(self.config.topology)
         if spec.language.has_states:
             self._stealing.stop()
@@ -151,7 +155,7 @@ class Frontend:
         beside = asyncio.gather(texts.start(), loader.warm_up())
         try:
             await self._supervisor.start(self)
-            check_fits(self._summaries.values())
+            check_fits(self._summaries.values(), self._places)
             tokenizer, _ = await beside
             self._preprocessor = Preprocessor(
                 spec=spec,

@@ -57,7 +57,7 @@ ALLOWED: dict[str, set[str]] = {
         "worker",
         "profiler",
     },
-    "cluster": BASE | {"core", "config", "telemetry", "transfer", "instance"},
+    "cluster": BASE | {"core", "config", "telemetry", "transfer", "instance", "entry_points"},
     "frontend": BASE | {"core", "config", "specs", "telemetry", "preprocess", "cluster"},
     "engine": BASE | {"core", "config", "specs", "telemetry", "preprocess", "cluster", "frontend"},
     "server": BASE | {"core", "config", "telemetry", "engine", "entry_points"},

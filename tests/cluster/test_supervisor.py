@@ -331,11 +331,11 @@ async def test_who_does_not_follow_a_shutdown_is_killed(make: Make, monkeypatch:
 def test_the_time_for_an_end_is_spent_by_computing_and_by_waiting_for_others() -> None:
     """Three threads, of which one has begun since, and a fourth that is gone."""
     before = {"1": 5.0, "2": 0.5, "4": 9.0}
-    child: Any = SimpleNamespace(pid=7, waited_s=lambda: {"1": 5.1, "2": 2.5, "3": 1.0})
+    child: Any = SimpleNamespace(killable=True, waited_s=lambda: {"1": 5.1, "2": 2.5, "3": 1.0})
     assert not is_late(child, before, late_s=1.9) and is_late(child, before, late_s=2.1)
     child.waited_s = dict
     assert is_late(child, before, late_s=0.0)
-    child.pid = None
+    child.killable = False
     assert not is_late(child, before, late_s=9.0)
 
 
@@ -345,7 +345,7 @@ def test_a_process_that_has_no_processor_says_how_long() -> None:
     busy = f"import os; os.sched_setaffinity(0, [{one}])\nwhile True: pass"
     processes = [subprocess.Popen([sys.executable, "-c", busy]) for _ in range(3)]
     nothing: Any = None
-    children = [ProcessChild(0, nothing, nothing, process) for process in processes]
+    children = [ProcessChild("e0", 0, nothing, nothing, process) for process in processes]
     try:
         wait_until(lambda: all(sum(child.waited_s().values()) > 0.2 for child in children[:2]), "both wait")
         os.kill(processes[2].pid, signal.SIGSTOP)

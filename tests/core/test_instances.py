@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydra_engine.config import EngineConfig
+from hydra_engine.config import ClusterConfig, EngineConfig
 from hydra_engine.core.instances import (
     EPD,
     MAX_INSTANCES,
@@ -26,7 +26,10 @@ ROLES = [Role.parse(letters) for letters in ("E", "P", "D", "EP", "ED", "PD", "E
 DEVICES = ("auto", "cpu", "cuda:0", "cuda:11")
 BOTH = Role.P | Role.D
 
+NODES = ("", "n0", "10.0.0.2")
+
 specs = st.builds(InstanceSpec, st.sampled_from(ROLES), st.sampled_from(DEVICES))
+placed = st.builds(InstanceSpec, st.sampled_from(ROLES), st.sampled_from(DEVICES), st.sampled_from(NODES))
 topologies = st.lists(specs, min_size=1, max_size=8).map(lambda found: Topology(tuple(found)))
 
 
@@ -65,6 +68,38 @@ def test_texts_and_what_they_mean(text: str, roles: str, again: str) -> None:
     assert str(topology) == again and Topology.parse(again) == topology
 
 
+@pytest.mark.parametrize(
+    ("text", "places", "devices", "again"),
+    [
+        ("2E@a+3P@b+4D@b", "a a b b b b b b b", "auto", "2E@a+3P@b+4D@b"),
+        ("E@n1+PD@n0:cuda:0", "n1 n0:cuda:0", "auto cuda:0", "E@n1+PD@n0:cuda:0"),
+        ("E@n0+P@n0:cuda:1,D@n1:cpu", "n0 n0:cuda:1 n1:cpu", "cuda:1 cuda:1 cpu", "E@n0+P@n0:cuda:1+D@n1:cpu"),
+        ("E@nodE2D+1P2D@10.0.0.2:auto", "nodE2D  10.0.0.2 10.0.0.2", "auto", "E@nodE2D+P+2D@10.0.0.2"),
+        ("E@cuda-box+PD@auto", "cuda-box ", "auto", "E@cuda-box+PD"),
+    ],
+)
+def test_parts_name_a_node_a_device_or_both(text: str, places: str, devices: str, again: str) -> None:
+    topology = Topology.parse(text, nodes=True)
+    assert [spec.place for spec in topology.instances] == places.split(" ")
+    assert str(topology) == again and Topology.parse(again, nodes=True) == topology
+    expected = devices.split() if " " in devices else [devices] * len(topology.instances)
+    assert list(topology.devices("auto")) == expected
+    check_devices(Topology.parse("E@a:cuda:7+PD", nodes=True), ["cpu"])
+
+
+@pytest.mark.parametrize("text", ["E@a:+PD", "E@a:gpu+PD", "E@a:b:cpu+PD", "E@-a+PD", "E@a b+PD", "E@cuda:x+PD"])
+def test_nodes_that_cannot_be_read(text: str) -> None:
+    with pytest.raises(ConfigError, match="there is no device"):
+        Topology.parse(text, nodes=True)
+
+
+def test_nodes_need_a_cluster() -> None:
+    assert "names of other machines need --cluster" in refusal(lambda: EngineConfig(topology="E@a+PD@b"))
+    with pytest.raises(ConfigError, match="heap"):
+        ClusterConfig(launcher="heap")
+    assert EngineConfig(topology="E@a+PD@b", cluster=ClusterConfig(launcher="ray")).parsed_topology.names
+
+
 def test_names_count_within_a_role() -> None:
     assert Topology.parse("2E+P+E+DP").names == ("e0", "e1", "p0", "e2", "pd0")
 
@@ -83,7 +118,10 @@ def test_names_count_within_a_role() -> None:
         ("65EPD", "at most 64 instances"),
         ("40E25PD", "at most 64 instances"),
         ("0E+PD", "the part '0E' stands for no instance"),
-        ("E@gpu0+PD", "there is no device 'gpu0'; write cpu or cuda:N, for example E@cuda:0+PD@cuda:1"),
+        (
+            "E@gpu0+PD",
+            "there is no device 'gpu0', and names of other machines need --cluster; write cpu or cuda:N, for example",
+        ),
         ("E@+PD", "there is no device ''"),
         ("E@cuda+PD", "there is no device 'cuda'"),
         ("E@cuda:01+PD", "there is no device 'cuda:01'"),
@@ -110,6 +148,12 @@ def test_what_is_written_is_read_again(topology: Topology) -> None:
             check_serves(better, has_vision=True)
     else:
         assert Topology.parse(str(topology)) == topology
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(st.lists(placed, min_size=1, max_size=8).map(lambda found: Topology((*found, InstanceSpec(EPD, "cpu")))))
+def test_what_is_written_with_nodes_is_read_again(topology: Topology) -> None:
+    assert Topology.parse(str(topology), nodes=True) == topology
 
 
 @settings(max_examples=examples(300), deadline=None)

@@ -27,6 +27,7 @@ class Placement:
     """A model's demands on a topology."""
 
     has_vision: bool = True
+    nodes: bool = False  # the topology may name nodes
 
     @property
     def stages(self) -> Role:
@@ -34,9 +35,9 @@ class Placement:
 
     def check(self, text: str) -> None:
         """Raises ConfigError if the topology cannot serve the model; the error names one that can."""
-        topology = Topology.parse(text)
+        topology = Topology.parse(text, nodes=self.nodes)
         # A device named by --device is checked by the instances, which say why it is not available.
-        named = {spec.device for spec in topology.instances} - {"auto"}
+        named = {spec.device for spec in topology.instances if not spec.node} - {"auto"}
         check_devices(topology, _known(named))
         check_serves(topology, self.has_vision)
 
@@ -46,12 +47,13 @@ def _known(named: Iterable[str]) -> tuple[str, ...]:
     return devices.names() if any(device != devices.CPU for device in named) else (devices.CPU,)
 
 
-def check_fits(summaries: Iterable[InstanceSummary]) -> None:
+def check_fits(summaries: Iterable[InstanceSummary], places: Mapping[str, str] | None = None) -> None:
     """Raises ResourceError if the instances of a device hold more than its memory; it names them and what would fit.
-    Needed because configured sizes apply per instance, and because pages are not allocated before they are written."""
-    by_device: dict[str, list[InstanceSummary]] = {}
+    `places`: node and device of instances on other machines, by name. Needed because configured sizes apply per
+    instance, and because pages are not allocated before they are written."""
+    by_device: dict[tuple[str, str], list[InstanceSummary]] = {}
     for summary in summaries:
-        by_device.setdefault(summary.device, []).append(summary)
+        by_device.setdefault(((places or {}).get(summary.name, ""), summary.device), []).append(summary)
     for together in by_device.values():
         _check_device(together, together[0].device_bytes)
 
@@ -100,7 +102,7 @@ def plan_switches(
     """Returns groups to switch one after the other, each at once after it has been drained. Instances and parts of
     `text` are matched in order; `stages` are the model's. Raises ConfigError if an instance would need weights
     that it does not have."""
-    specs = Topology.parse(text).instances
+    specs = Topology.parse(text, nodes=True).instances
     if len(specs) != len(states):
         raise ConfigError(
             f"topology {text[:80]!r} has {len(specs)} instances, {len(states)} are running; roles can be switched, "
@@ -114,6 +116,11 @@ def plan_switches(
             raise ConfigError(
                 f"instance {state.name} has loaded the weights for {loaded.letters} and cannot serve "
                 f"{spec.role.letters}; start it with a role that has both",
+                param="topology",
+            )
+        if spec.node not in ("", state.node):
+            raise ConfigError(
+                f"instance {state.name} runs on node {state.node} and cannot move to {spec.node}; leave the node out",
                 param="topology",
             )
         if spec.device not in ("auto", devices.get(state.name, "auto")):
