@@ -49,9 +49,11 @@ class Exports:
     """Everything that an instance lets its peers read: its pools, and its control words, which say whether an offer is
     still valid ([num_words] uint64 in a memfd, file descriptor number `words` of those sent with the message).
     `staging`: smaller pools in host memory with the same block layout, into which the owner copies what a peer cannot
-    read directly."""
+    read directly. `endpoint`: where peers on other nodes read the staging pools, and the other pools in host memory; ""
+    if nowhere."""
 
     pools: tuple[PoolExport, ...]
     words: int
     num_words: int
     staging: tuple[PoolExport, ...] = ()
+    endpoint: str = ""

@@ -19,6 +19,7 @@ from hydra_engine.instance.hooks import Connect, Hooks, make_gate, make_hooks
 from hydra_engine.instance.instance import Instance
 from hydra_engine.instance.ports import ALONE, Inbox, InstanceContext, Outbox
 from hydra_engine.scheduler.scheduler import StageScheduler
+from hydra_engine.transfer.network import BlockNetwork
 from hydra_engine.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -36,20 +37,21 @@ def run_instance(
     connect: Connect | None = None,
     scheduler_class: type[StageScheduler] = StageScheduler,
     worker_class: type[Worker] = Worker,
+    network: BlockNetwork | None = None,
 ) -> int:
     """Builds an instance, sends Ready and serves until Shutdown. Returns the process's exit code: 0, or that of the
     error that ended the start.
 
     A HydraError during the start is sent to the frontend as `Failed`; any other exception propagates. `config` has the
-    limits of all instances; `wake`: the event that `inbox` sets; `connect` None: there are no peers. Benchmarks replace
-    `scheduler_class` and `worker_class` by baselines.
+    limits of all instances; `wake`: the event that `inbox` sets; `connect` None: there are no peers; `network`: for
+    those on other nodes. Benchmarks replace `scheduler_class` and `worker_class` by baselines.
     """
     config = config.for_instance(name, context.role)
     began, progress = time.monotonic(), _Progress(outbox).report
     with torch.inference_mode():
         try:
             stack = build_worker(config, wake, progress, context, worker_class, make_gate)
-            hooks = make_hooks(stack, wake, progress, connect)
+            hooks = make_hooks(stack, wake, progress, connect, network)
             resolved, plan = stack.config, stack.plan
             scheduler = scheduler_class(
                 context.role,

@@ -36,6 +36,7 @@ from hydra_engine.scheduler.hooks import Connector, StepObserver
 from hydra_engine.scheduler.latency.attribution import StepHistory
 from hydra_engine.scheduler.latency.latency_budget import LatencyBudgets
 from hydra_engine.scheduler.latency.limit_check import check_limits
+from hydra_engine.transfer.network import BlockNetwork
 from hydra_engine.worker.memory.plan import kv_token_bytes
 from hydra_engine.worker.ports import Gate
 from hydra_engine.worker.transfer import Exchange
@@ -67,9 +68,16 @@ def make_gate(device: Device, config: SchedulerConfig) -> Gate:
     return LaneGate(MonotonicClock())
 
 
-def make_hooks(stack: ComputeStack, wake: threading.Event, progress: Progress, connect: Connect | None) -> Hooks:
+def make_hooks(
+    stack: ComputeStack,
+    wake: threading.Event,
+    progress: Progress,
+    connect: Connect | None,
+    network: BlockNetwork | None = None,
+) -> Hooks:
     """Creates the optional parts. If a latency limit is set and the role runs language steps, first reads step times
-    from a saved profile or measures them, which takes seconds. `connect` None: no connector and no migration."""
+    from a saved profile or measures them, which takes seconds. `connect` None: no connector and no migration.
+    `network`: for peers on other nodes, closed with the worker."""
     config = stack.config.scheduler
     budgets, surface, limits = None, None, LimitSummary()
     notes: tuple[str, ...] = ()
@@ -81,11 +89,13 @@ def make_hooks(stack: ComputeStack, wake: threading.Event, progress: Progress, c
     connector, migration = None, MigrationPort()
     if connect is not None:
         connector = PeerConnector(config, stack.config.cluster)
-        migration = _migration(stack, connector, connect)
+        migration = _migration(stack, connector, connect, network)
     return Hooks(budgets, StepHistory(surface), connector, migration, limits, notes)
 
 
-def _migration(stack: ComputeStack, connector: PeerConnector, connect: Connect) -> Migration:
+def _migration(
+    stack: ComputeStack, connector: PeerConnector, connect: Connect, network: BlockNetwork | None
+) -> Migration:
     """Creates the transfer lane, which the worker closes, connects to the peers and returns the migration over both."""
     worker, caches = stack.worker, {PoolKind.FEATURES: stack.image_cache, PoolKind.KV: stack.kv_cache}
     through_host = stack.config.cluster.transport == "host"
@@ -96,6 +106,7 @@ def _migration(stack: ComputeStack, connector: PeerConnector, connect: Connect) 
         worker.deliver,
         worker.run_job,
         through_host=through_host,
+        network=network,
     )
     worker.on_close(exchange.close)
     exports, descriptors = exchange.exports()

@@ -5,13 +5,15 @@ goes to the lane with its peer, and the lane closes a peer after the jobs that r
 its knowledge: it may free them at any time, and invalidates a control word before it does. So a copy is valid only if
 the word, read after it, is still the one in the offer. An instance copies blocks into staging pools in host memory for
 peers that cannot map its caches; there is one pool of a few blocks per kind of cache, and a peer asks for blocks in
-pieces. Does not know requests or offers, how a peer is reached, or when a block is free.
+pieces. Peers on other nodes are read over a network, each in a thread of its own, so that a slow one holds up no other
+copy. Does not know requests or offers, how a peer is reached, or when a block is free.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -22,11 +24,12 @@ import numpy as np
 import torch
 
 from hydra_engine.backend.base import Backend, Ops, PagedCache
-from hydra_engine.backend.cpu.shared_memory import TRANSPORT, ControlWords, PeerWords
+from hydra_engine.backend.cpu.shared_memory import TRANSPORT, ControlWords, PeerWords, map_pool
 from hydra_engine.backend.device import Device, PeerMemory, SharedMemory
 from hydra_engine.clock import Clock
 from hydra_engine.core.pools import Exports, PoolExport, PoolKind, PoolLayout
 from hydra_engine.errors import ErrorInfo, TransferError
+from hydra_engine.transfer.network import BlockNetwork, RemoteBlocks, Rows
 from hydra_engine.transfer.plans import PullJob, PullResult, StagingJob, StagingResult
 from hydra_engine.worker.boundary import run_guarded_step
 
@@ -35,6 +38,7 @@ logger = logging.getLogger(__name__)
 NUM_CONTROL_WORDS = 4096  # one for each offer that is live at once
 STAGING_BYTES = 256 << 20  # of one pool, at most, unless one block is larger
 NUM_PIECES = 8  # that fit into a staging pool at once
+LANDING_BYTES = 8 << 20  # of pinned memory for each peer on another node, at a device; at least one block
 
 
 def layout_of(kind: PoolKind, cache: PagedCache) -> PoolLayout:
@@ -51,6 +55,15 @@ def cache_in(memory: SharedMemory | PeerMemory, num_blocks: int, like: PagedCach
     if like.scales is not None:
         return PagedCache.quantized(raw, shape, like.row_dtype)
     return PagedCache(raw.view(like.data.dtype).view(shape))
+
+
+def rows_of(cache: PagedCache) -> Rows:
+    """The bytes of all blocks of a cache in host memory, scales included."""
+    data = cache.data
+    raw = data.view(torch.uint8)
+    shape, strides = (cache.num_blocks, cache.block_bytes), (cache.block_bytes, 1)
+    rows: Rows = raw.as_strided(shape, strides, data.storage_offset() * data.itemsize).numpy()
+    return rows
 
 
 def piece_of(num_blocks: int) -> int:
@@ -87,6 +100,10 @@ class StagingPools:
         ]
         return tuple(pools), tuple(memory.descriptor for memory in self._memory.values())
 
+    def memory_of(self, kind: PoolKind) -> tuple[SharedMemory, int] | None:
+        """Returns (memory, number of blocks) of a staging pool, None if there is none of this kind."""
+        return (self._memory[kind], self.num_blocks[kind]) if kind in self._memory else None
+
     def fill(self, job: StagingJob, ops: Ops, device: Device) -> None:
         """Copies the job's blocks into the staging pool of their kind and waits for the copy. Raises the device's
         errors."""
@@ -110,10 +127,10 @@ def checksums_of(cache: PagedCache, blocks: Sequence[int]) -> tuple[int, ...]:
 
 
 def exports_of(
-    caches: Mapping[PoolKind, PagedCache], words: ControlWords, staging: StagingPools
+    caches: Mapping[PoolKind, PagedCache], words: ControlWords, staging: StagingPools, endpoint: str
 ) -> tuple[Exports, tuple[int, ...]]:
     """Returns (exports, descriptors): the caches that peers may map, the control words and the staging pools. Exports
-    refer to descriptors by index; this instance keeps them."""
+    refer to descriptors by index; this instance keeps them. `endpoint`: where a network serves the pools, or ""."""
     pools, descriptors = [], [words.descriptor]
     for kind, cache in caches.items():
         memory = cache.memory
@@ -125,7 +142,20 @@ def exports_of(
             descriptors.append(memory.descriptor)
         pools.append(PoolExport(layout_of(kind, cache), memory.transport, memory.num_bytes, index, memory.handle))
     staged, more = staging.exports(len(descriptors))
-    return Exports(tuple(pools), words=0, num_words=words.num_words, staging=staged), (*descriptors, *more)
+    exports = Exports(tuple(pools), words=0, num_words=words.num_words, staging=staged, endpoint=endpoint)
+    return exports, (*descriptors, *more)
+
+
+def served_pools(caches: Mapping[PoolKind, PagedCache], staging: StagingPools) -> dict[PoolKind, Rows]:
+    """What peers on other nodes read: the staging pool of each kind that has one, else the cache itself if it lies in
+    host memory that peers may map. Mapped once more, to be read only."""
+    pools: dict[PoolKind, Rows] = {}
+    for kind, cache in caches.items():
+        if cache.memory is not None:
+            memory, num_blocks = staging.memory_of(kind) or (cache.memory, cache.num_blocks)
+            raw = map_pool(memory.descriptor, memory.num_bytes).tensor()[: num_blocks * cache.block_bytes]
+            pools[kind] = raw.numpy().reshape(num_blocks, cache.block_bytes)
+    return pools
 
 
 class Peer:
@@ -169,6 +199,14 @@ class Peer:
                 self.pools[export.layout.kind] = cache_in(memory, export.layout.num_blocks, ours)
             self._opened = opened.pop_all()
 
+    def copy(self, job: PullJob, kind: PoolKind, target: PagedCache, ops: Ops, device: Device) -> bool:
+        """Copies the blocks of a job. Returns True if the control word of its offer still stood after the copy."""
+        blocks = np.stack((job.source_blocks, job.target_blocks), axis=1)
+        ops.copy_blocks(self.pools[kind], target, torch.from_numpy(blocks.astype(np.int64)))
+        device.finish()
+        # All bytes have been read: a word that is still valid now was valid for each of them.
+        return self.words.load(job.slot) == job.word
+
     def _mapped(
         self, export: PoolExport, descriptors: Sequence[int], device: Device, *, needed: bool
     ) -> PeerMemory | None:
@@ -187,6 +225,77 @@ class Peer:
         """Unmaps everything; no other reference to the tensors may be left. A second call does nothing."""
         self.pools.clear()
         self._opened.close()
+
+
+CopyInLane = Callable[[str, Callable[[], None]], None]
+"""Runs a copy, which the first argument describes, in the transfer lane and waits for it. Raises TransferError."""
+
+
+class RemotePeer:
+    """The pools of one peer on another node. `reader`: the thread that reads them."""
+
+    not_mapped = ""
+
+    def __init__(
+        self,
+        name: str,
+        exports: Exports,
+        caches: Mapping[PoolKind, PagedCache],
+        remote: RemoteBlocks,
+        device: Device,
+        copy_in_lane: CopyInLane,
+    ) -> None:
+        """Raises TransferError if the peer's blocks differ from the local ones. Owns `remote` from then on."""
+        self.pools: set[PoolKind] = set()
+        self.piece_blocks: dict[PoolKind, int] = {}
+        staging = {export.layout.kind: export for export in exports.staging}
+        for export in exports.pools:
+            kind = export.layout.kind
+            ours = caches.get(kind)
+            if ours is not None:
+                _check(export, ours)
+                if (staged := staging.get(kind)) is not None:
+                    _check(staged, ours)
+                    self.piece_blocks[kind] = piece_of(staged.layout.num_blocks)
+                self.pools.add(kind)
+        self._name = name
+        self._remote = remote
+        self._device = device
+        self._copy_in_lane = copy_in_lane
+        self._landing: SharedMemory | None = None  # made at first use
+        self._landing_bytes = max(LANDING_BYTES, *(caches[kind].block_bytes for kind in self.pools), 0)
+        self.reader = device.reader(f"blocks of {name}")
+
+    def copy(self, job: PullJob, kind: PoolKind, target: PagedCache, ops: Ops, device: Device) -> bool:
+        """As `Peer.copy`, in the thread of `reader`: into the target blocks where they lie in host memory, else through
+        pinned memory."""
+        if target.data.device.type == "cpu":
+            rows = rows_of(target)
+            return self._remote.read(kind, job.source_blocks, rows, job.target_blocks, job.slot, job.word)
+        memory = self._landing = self._landing or device.stage(self._landing_bytes)
+        num_blocks = memory.num_bytes // target.block_bytes
+        landing = cache_in(memory, num_blocks, target)
+        for begin in range(0, max(len(job.source_blocks), 1), num_blocks):
+            blocks, to = job.source_blocks[begin : begin + num_blocks], job.target_blocks[begin : begin + num_blocks]
+            places = np.arange(len(blocks), dtype=np.int32)
+            if not self._remote.read(kind, blocks, rows_of(landing), places, job.slot, job.word):
+                return False
+            pairs = torch.from_numpy(np.stack((places, to), axis=1).astype(np.int64))
+            self._copy_in_lane(
+                f"copy of blocks of instance {self._name}", partial(ops.copy_blocks, landing, target, pairs)
+            )
+        return True
+
+    def abort(self) -> None:
+        """Ends the connection: jobs of `reader` end soon, with a problem."""
+        self._remote.close()
+
+    def close(self) -> None:
+        """Ends the thread after its jobs. Idempotent."""
+        self.abort()
+        self.reader.close()
+        if self._landing is not None:
+            self._landing.close()
 
 
 def _check(export: PoolExport, ours: PagedCache) -> None:
@@ -236,7 +345,7 @@ class TransferLane:
         problem = "they could not be copied; the log says why" if isinstance(outcome, ErrorInfo) else None
         return StagingResult(job.number, problem)
 
-    def run(self, job: PullJob, peer: Peer | None) -> PullResult:
+    def run(self, job: PullJob, peer: Peer | RemotePeer | None) -> PullResult:
         """Copies a peer's blocks into the local cache. The result is `valid` if the offer still stood after the copy.
         `peer` None: the job's peer is not open. Raises only BackendError, if the device failed; another failure is the
         result's `problem`."""
@@ -247,7 +356,7 @@ class TransferLane:
         valid, num_bytes, problem = outcome
         return PullResult(job.step_id, started_s, self._clock.now(), valid, num_bytes, problem, job.ticket)
 
-    def _pull(self, job: PullJob, peer: Peer | None) -> tuple[bool, int, str | None]:
+    def _pull(self, job: PullJob, peer: Peer | RemotePeer | None) -> tuple[bool, int, str | None]:
         """Copies the blocks. Returns (True if the offer's control word is still valid, bytes copied, problem or None):
         the problem that checksums differ. Raises TransferError if the peer is not open or lacks a pool of that kind."""
         kind = PoolKind(job.pool)
@@ -255,16 +364,12 @@ class TransferLane:
             raise TransferError(f"instance {job.peer} is not connected")
         if kind not in peer.pools:
             raise TransferError(f"instance {job.peer} lets nobody read its {kind} blocks")
-        source, target = peer.pools[kind], self._caches[kind]
-        blocks = np.stack((job.source_blocks, job.target_blocks), axis=1)
-        self._ops.copy_blocks(source, target, torch.from_numpy(blocks.astype(np.int64)))
-        self._device.finish()
-        # All bytes have been read: a word that is still valid now was valid for each of them.
-        valid = peer.words.load(job.slot) == job.word
+        target = self._caches[kind]
+        valid = peer.copy(job, kind, target, self._ops, self._device)
         problem = None
         if valid and job.checksums and checksums_of(target, job.target_blocks.tolist()) != job.checksums:
             problem = f"{kind} blocks of instance {job.peer} are not what it offered: their checksums differ"
-        return valid, len(blocks) * target.block_bytes, problem
+        return valid, len(job.source_blocks) * target.block_bytes, problem
 
 
 def _problem(job: PullJob, error: ErrorInfo) -> str:
@@ -277,7 +382,8 @@ def _problem(job: PullJob, error: ErrorInfo) -> str:
 class Exchange:
     """The `TransferPort` over one backend. `caches`: the instance's caches, mappable by peers or not. `deliver` and
     `run` are called in the lane; `run` runs a copy, which may raise BackendError if the device failed. `through_host`:
-    stage blocks in host memory even if peers could map them. `staging_bytes`: limit of one staging pool."""
+    stage blocks in host memory even if peers could map them. `staging_bytes`: limit of one staging pool. `network`: for
+    peers on other nodes, closed with the exchange; None: there are none."""
 
     def __init__(
         self,
@@ -289,6 +395,7 @@ class Exchange:
         *,
         through_host: bool = False,
         staging_bytes: int = STAGING_BYTES,
+        network: BlockNetwork | None = None,
     ) -> None:
         self._run = run
         self._deliver = deliver
@@ -297,13 +404,19 @@ class Exchange:
         self._words = ControlWords(NUM_CONTROL_WORDS)
         self._through_host = through_host
         self._staging = StagingPools(self._caches, backend.device, always=through_host, max_bytes=staging_bytes)
-        self._peers: dict[str, Peer] = {}
+        self._network = network
+        self._endpoint = ""
+        if network is not None:
+            words = PeerWords(self._words.descriptor, NUM_CONTROL_WORDS)
+            self._endpoint = network.serve(served_pools(self._caches, self._staging), words.load, NUM_CONTROL_WORDS)
+        self._peers: dict[str, Peer | RemotePeer] = {}
+        self._ending: set[RemotePeer] = set()  # closed, but their threads may still run
         self._runner = TransferLane(backend.ops, backend.device, self._caches, clock)
         self._lane = backend.device.lane("transfer")
 
     def exports(self) -> tuple[Exports, tuple[int, ...]]:
         """Returns (exports, descriptors): the memory that peers may map. The descriptors stay this instance's."""
-        return exports_of(self._caches, self._words, self._staging)
+        return exports_of(self._caches, self._words, self._staging, self._endpoint)
 
     def set_word(self, slot: int, word: int) -> None:
         """Writes a control word, which peers read after they have copied the blocks of its offer."""
@@ -314,11 +427,16 @@ class Exchange:
         return checksums_of(self._caches[PoolKind(pool)], blocks)
 
     def open_peer(self, name: str, exports: Exports, descriptors: Sequence[int]) -> None:
-        """Maps the peer's memory. Closes the descriptors in any case. Asserts that the peer is not open. Raises
-        TransferError if the memory cannot be mapped or its blocks differ from the local ones."""
+        """Maps the peer's memory or, if no descriptors came, prepares to read it over the network. Closes the
+        descriptors in any case. Asserts that the peer is not open. Raises TransferError if the memory cannot be mapped
+        or its blocks differ from the local ones."""
+        peer: Peer | RemotePeer
         try:
             assert name not in self._peers, "a peer opened twice"
-            peer = Peer(exports, descriptors, self._caches, self._device, through_host=self._through_host)
+            if exports.endpoint and not descriptors:
+                peer = self._remote_peer(name, exports)
+            else:
+                peer = Peer(exports, descriptors, self._caches, self._device, through_host=self._through_host)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -326,12 +444,45 @@ class Exchange:
         if peer.not_mapped:
             logger.warning("blocks of instance %s come through host memory: %s", name, peer.not_mapped)
 
+    def _remote_peer(self, name: str, exports: Exports) -> RemotePeer:
+        if self._network is None:
+            raise TransferError(f"instance {name} is on another node, and this instance was started without a network")
+        remote = self._network.open(name, exports.endpoint)
+        return RemotePeer(name, exports, self._caches, remote, self._device, self._copy_in_lane)
+
+    def _copy_in_lane(self, what: str, copy: Callable[[], None]) -> None:
+        def copy_all() -> None:
+            copy()
+            self._device.finish()
+
+        def job() -> None:
+            try:
+                self._run(lambda: outcomes.append(run_guarded_step(self._device, what, copy_all)))
+            finally:
+                ended.set()
+
+        outcomes: list[ErrorInfo | None] = []
+        ended = threading.Event()
+        self._lane.submit(job)
+        ended.wait()
+        if outcomes != [None]:
+            raise TransferError(f"{what} failed; the log says why")
+
     def close_peer(self, name: str) -> None:
-        """Unmaps the peer's memory after the jobs that were submitted for it. Ignores an unknown name; a name can be
-        opened again at once."""
+        """Unmaps the peer's memory after the jobs that were submitted for it; those that read over the network end at
+        once. Ignores an unknown name; a name can be opened again at once."""
         peer = self._peers.pop(name, None)
-        if peer is not None:
+        if isinstance(peer, RemotePeer):
+            peer.abort()
+            self._ending.add(peer)
+            # Its jobs may wait for the lane, which must not wait for them: it closes the peer behind the last one.
+            peer.reader.submit(partial(self._lane.submit, partial(self._forget, peer)))
+        elif peer is not None:
             self._lane.submit(peer.close)
+
+    def _forget(self, peer: RemotePeer) -> None:
+        peer.close()
+        self._ending.discard(peer)
 
     def piece_blocks(self, peer: str, pool: str) -> int:
         """Maximum number of blocks to ask for at once; 0 if the peer's pool (a PoolKind) is mapped, or not open."""
@@ -350,12 +501,22 @@ class Exchange:
     def submit_pull(self, job: PullJob) -> None:
         """Queues a copy of a peer's blocks into a local cache; `deliver` gets its result, with a `problem` if the copy
         failed or the peer is not open."""
-        pull = partial(self._runner.run, job, self._peers.get(job.peer))
-        self._lane.submit(lambda: self._run(lambda: self._deliver(pull())))
+        peer = self._peers.get(job.peer)
+        pull = partial(self._runner.run, job, peer)
+        lane = peer.reader if isinstance(peer, RemotePeer) else self._lane
+        lane.submit(lambda: self._run(lambda: self._deliver(pull())))
 
     def close(self) -> None:
-        """Waits for the jobs and releases all memory; peers keep their mappings of it. A second call does nothing."""
+        """Waits for the jobs, ends the network and releases all memory; peers keep their mappings of it. A second call
+        does nothing."""
+        remote_peers = [peer for peer in (*self._peers.values(), *self._ending) if isinstance(peer, RemotePeer)]
+        for peer in remote_peers:
+            peer.abort()
+        for peer in remote_peers:
+            peer.reader.close()  # before the lane, which its jobs use
         self._lane.close()
+        if self._network is not None:
+            self._network.close()
         while self._peers:
             self._peers.popitem()[1].close()
         for cache in self._caches.values():
