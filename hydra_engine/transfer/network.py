@@ -36,7 +36,7 @@ class RemoteBlocks(Protocol):
 
 
 class BlockNetwork(Protocol):
-    """What one instance needs to move blocks between nodes. The caller closes it."""
+    """A network that moves the blocks of one instance between nodes. The exchange that it is handed to closes it."""
 
     def serve(self, pools: Mapping[PoolKind, Rows], load_word: Callable[[int], int], num_words: int) -> str:
         """Lets peers read these pools from now on. `load_word` loads one of the `num_words` control words after all

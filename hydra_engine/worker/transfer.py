@@ -147,8 +147,8 @@ def exports_of(
 
 
 def served_pools(caches: Mapping[PoolKind, PagedCache], staging: StagingPools) -> dict[PoolKind, Rows]:
-    """What peers on other nodes read: the staging pool of each kind that has one, else the cache itself if it lies in
-    host memory that peers may map. Mapped once more, to be read only."""
+    """Returns what peers on other nodes read: the staging pool of each kind that has one, else the cache itself, which
+    then lies in host memory. Both are mapped once more, to be read only."""
     pools: dict[PoolKind, Rows] = {}
     for kind, cache in caches.items():
         if cache.memory is not None:
@@ -267,8 +267,8 @@ class RemotePeer:
         self.reader = device.reader(f"blocks of {name}")
 
     def copy(self, job: PullJob, kind: PoolKind, target: PagedCache, ops: Ops, device: Device) -> bool:
-        """As `Peer.copy`, in the thread of `reader`: into the target blocks where they lie in host memory, else through
-        pinned memory."""
+        """Does what `Peer.copy` does, in the thread of `reader`: into target blocks in host memory, else through pinned
+        memory."""
         if target.data.device.type == "cpu":
             rows = rows_of(target)
             return self._remote.read(kind, job.source_blocks, rows, job.target_blocks, job.slot, job.word)

@@ -1,0 +1,202 @@
+"""`BlockConnection`: messages over a connection after its handshake, straight from and into the memory of blocks.
+
+Each message has a MAC, under a key of its session and direction and over its number and all that it says, or lies in
+TLS. Sockets block, with time limits of the kernel for one call. Does not know what the messages mean.
+"""
+
+from __future__ import annotations
+
+import hmac
+import select
+import socket
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+import numpy as np
+
+from hydra_engine.core.plans import BlockIds
+from hydra_engine.transfer.network import Rows
+from hydra_nodes.macs import Mac, MacKind
+from hydra_nodes.session import Layer, Session, SessionError
+
+BATCH_BYTES = 1 << 19  # of one system call: what has passed the MAC is still in the core's cache
+_MAX_VIEWS = 512  # of one system call; the kernel's limit is 1024
+_TIME = struct.Struct("@ll")
+
+T = TypeVar("T")
+
+
+class ConnectionEnded(Exception):
+    """The connection has ended or cannot be trusted; the message says why."""
+
+
+def block_views(rows: Rows, blocks: BlockIds) -> list[memoryview]:
+    """Views of the blocks, in order; blocks that follow each other are one view. Raises ValueError for a block that is
+    not in `rows`."""
+    if not len(blocks):
+        return []
+    if blocks.min() < 0 or blocks.max() >= len(rows):
+        raise ValueError(f"blocks: expected 0 to {len(rows) - 1}, got {blocks.min()} to {blocks.max()}")
+    cuts = (np.flatnonzero(np.diff(blocks) != 1) + 1).tolist()
+    runs = zip([0, *cuts], [*cuts, len(blocks)], strict=True)
+    firsts = blocks.tolist()
+    return [rows[firsts[begin] : firsts[begin] + end - begin].reshape(-1).data for begin, end in runs]
+
+
+def batches(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """Cuts views into lists of at most `BATCH_BYTES`, in order."""
+    batch: list[memoryview] = []
+    num_bytes = 0
+    for view in views:
+        while len(view):
+            part = view[: BATCH_BYTES - num_bytes]
+            view = view[len(part) :]
+            batch.append(part)
+            num_bytes += len(part)
+            if num_bytes == BATCH_BYTES or len(batch) == _MAX_VIEWS:
+                yield batch
+                batch, num_bytes = [], 0
+    if batch:
+        yield batch
+
+
+class BlockConnection:
+    """Owns the socket. `layer`: TLS, in which messages have no tag. One thread at a time, but for `close`."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        session: Session,
+        layer: Layer | None,
+        mac: MacKind,
+        *,
+        is_client: bool,
+        patience_s: float,
+    ) -> None:
+        self.tag_bytes = mac.tag_bytes if layer is None else 0
+        self._sock = sock
+        self._layer = layer
+        self._mac = mac
+        self._patience_s = patience_s
+        self._unwrapped = bytearray(session.open(b""))
+        requests, answers = session.derive_key("requests for blocks"), session.derive_key("answers with blocks")
+        self._sending, self._receiving = (requests, answers) if is_client else (answers, requests)
+        self._num_sent = self._num_received = 0  # messages
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        seconds, rest = divmod(patience_s, 1.0)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            sock.setsockopt(socket.SOL_SOCKET, option, _TIME.pack(int(seconds), int(rest * 1e6)))
+
+    # ---- out
+
+    def begin_sending(self, *, alone: bool = False) -> Mac | None:
+        """Returns the MAC of the present outgoing message; None in TLS. `alone`: of its other form, see `blocks.py`."""
+        return self._mac.begin(self._sending, 2 * self._num_sent + alone) if self._layer is None else None
+
+    def send(self, views: Sequence[bytes | memoryview], mac: Mac | None, *, more: bool = True) -> None:
+        """Sends buffers, at most one batch and two more. `more`: something follows at once. Raises ConnectionEnded."""
+        if mac is not None:
+            for view in views:
+                mac.update(view)
+        if self._layer is not None:
+            views = [self._layer.wrap(b"".join(views))]
+        waiting = [memoryview(view) for view in views if len(view)]
+        flags = socket.MSG_MORE if more else 0
+        while waiting:
+            _skip(waiting, self._call(lambda: self._sock.sendmsg(waiting, (), flags)))
+
+    def end_sending(self, last: bytes, mac: Mac | None) -> None:
+        """Sends the end of a message, and its tag."""
+        if mac is not None:
+            mac.update(last)
+        self.send([last, mac.digest() if mac is not None else b""], None, more=False)
+        self._num_sent += 1
+
+    # ---- in
+
+    def begin_receiving(self, *, alone: bool = False) -> Mac | None:
+        return self._mac.begin(self._receiving, 2 * self._num_received + alone) if self._layer is None else None
+
+    def receive(self, views: Sequence[memoryview], mac: Mac | None) -> None:
+        """Fills buffers, at most one batch. Raises ConnectionEnded."""
+        waiting = [view for view in views if len(view)]
+        while waiting:
+            _skip(waiting, self._receive_some(waiting))
+        if mac is not None:
+            for view in views:
+                mac.update(view)
+
+    def receive_bytes(self, num_bytes: int, mac: Mac | None) -> bytes:
+        data = bytearray(num_bytes)
+        self.receive([memoryview(data)], mac)
+        return bytes(data)
+
+    def end_receiving(self, mac: Mac | None) -> None:
+        """Receives the tag of a message. Raises ConnectionEnded unless it is authentic."""
+        tag = self.receive_bytes(self.tag_bytes, None)
+        if mac is not None and not hmac.compare_digest(mac.digest(), tag):
+            raise ConnectionEnded("a message is not authentic: it was altered on its way")
+        self._num_received += 1
+
+    def wait_for_message(self) -> bool:
+        """Waits, as long as it takes, for the first byte of a message. Returns False if the connection ends instead."""
+        return bool(self._unwrapped) or (self._is_readable(None) and self._has_bytes())
+
+    @property
+    def is_stale(self) -> bool:
+        """True if the connection has ended at rest, or something came that nobody has asked for."""
+        return self._is_readable(0.0) and (self._layer is None or not self._has_bytes())
+
+    def _is_readable(self, limit_s: float | None) -> bool:
+        poll = select.poll()  # descriptors may be larger than `select` takes
+        poll.register(self._sock, select.POLLIN)
+        return bool(poll.poll(None if limit_s is None else limit_s * 1e3))
+
+    def _has_bytes(self) -> bool:
+        try:
+            return self._sock.recv(1, socket.MSG_PEEK) != b""
+        except OSError:
+            return False
+
+    def _receive_some(self, waiting: list[memoryview]) -> int:
+        if self._layer is None:
+            num_bytes = self._call(lambda: self._sock.recvmsg_into(waiting, 0, socket.MSG_WAITALL)[0])
+        else:
+            while not self._unwrapped and (data := self._call(lambda: self._sock.recv(BATCH_BYTES))):
+                self._unwrapped += self._unwrap(self._layer, data)
+            num_bytes = min(len(self._unwrapped), len(waiting[0]))
+            waiting[0][:num_bytes] = self._unwrapped[:num_bytes]
+            del self._unwrapped[:num_bytes]
+        if not num_bytes:
+            raise ConnectionEnded("the connection ended")
+        return num_bytes
+
+    def _unwrap(self, layer: Layer, data: bytes) -> bytes:
+        try:
+            return layer.unwrap(data)
+        except SessionError as error:
+            raise ConnectionEnded(str(error)) from error
+
+    def _call(self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except BlockingIOError as error:  # of the kernel's time limit
+            raise ConnectionEnded(f"nothing has moved for {self._patience_s:g} s") from error
+        except OSError as error:
+            raise ConnectionEnded(error.strerror or str(error)) from error
+
+
+def end_socket(sock: socket.socket) -> None:
+    """Ends a connection or a listener, also for a thread that waits for it."""
+    with suppress(OSError):  # it has ended already
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def _skip(waiting: list[memoryview], num_bytes: int) -> None:
+    """Removes the first `num_bytes` of the buffers."""
+    while waiting and num_bytes >= len(waiting[0]):
+        num_bytes -= len(waiting.pop(0))
+    if waiting:
+        waiting[0] = waiting[0][num_bytes:]
