@@ -29,12 +29,14 @@ from typing import Protocol
 import msgspec
 
 from hydra_engine.clock import Clock, MonotonicClock
+from hydra_engine.cluster.channel import WireError
 
 VERSION = 1
 MIN_SECRET_BYTES = 16
 MAX_RECORD_BYTES = 1 << 18
 HANDSHAKE_S = 5.0  # for all of it
 PING_S = 0.5  # between two pings, or a tenth of a short fence
+_MAX_COUNTED_S = 1.0  # of the other's silence, between two pings
 _MAX_GREETING_BYTES = 4096
 _MAGIC = b"hydra-node"
 _HELLO = struct.Struct("<10sHB32s")  # magic, version, role, nonce
@@ -49,7 +51,7 @@ _MAX_WAITING_CONTROLS = 16
 _RECEIVE_BYTES = 1 << 16
 
 
-class SessionError(Exception):
+class SessionError(WireError):
     """The session cannot begin or has ended; the message is one sentence for the operator."""
 
 
@@ -80,6 +82,15 @@ def check_agreement(ours: Greeting, theirs: Greeting) -> None:
             raise SessionError(
                 f"{other} has {fact[:40]} {there[:80]}, node {ours.node!r} has {here}: all nodes need the same"
             )
+
+
+def check_peer(theirs: Greeting, name: str, incarnation: int) -> None:
+    """Raises SessionError unless it is that incarnation of that instance."""
+    if (theirs.name, theirs.incarnation) != (name, incarnation):
+        raise SessionError(
+            f"node {theirs.node[:60]!r} sends instance {theirs.name[:40]!r} in life {theirs.incarnation}, not {name!r} "
+            f"in life {incarnation}"
+        )
 
 
 class Layer(Protocol):
@@ -122,16 +133,17 @@ class Session:
 
     def __init__(self, keys: _Keys, theirs: Greeting, buffer: bytearray, layer: Layer | None, clock: Clock) -> None:
         self.greeting = theirs
-        self.clock_samples: deque[ClockSample] = deque(maxlen=64)
+        self.clock_samples: deque[ClockSample] = deque(maxlen=64)  # that `observe_clock` has not been there for
+        self.observe_clock: Callable[[ClockSample], None] = self.clock_samples.append
         self._keys = keys
         self._reader = _RecordReader(keys.receiving, buffer)
         self._layer = layer
         self._clock = clock
         self._controls: deque[tuple[int, bytes]] = deque(maxlen=_MAX_WAITING_CONTROLS)
         self.ping_s = PING_S
-        self._ping_due_s = clock.now()
-        self._max_silent_pings = 0
-        self._silent_pings = 0
+        self._fence_s = 0.0
+        self._pinged_s = float("-inf")
+        self._silent_s = 0.0
 
     def derive_key(self, label: str) -> bytes:
         """Returns 32 bytes that only both ends of this session know, others for each label."""
@@ -141,7 +153,7 @@ class Session:
         """Makes `take_outgoing` raise once nothing has come for `fence_s`, and sets `ping_s`. Without a fence, nothing
         is pinged."""
         self.ping_s = min(PING_S, fence_s / 10)
-        self._max_silent_pings = round(fence_s / self.ping_s)
+        self._fence_s = fence_s
 
     def seal(self, data: bytes | bytearray | memoryview) -> bytes:
         """Returns what to send for `data`, of any length."""
@@ -156,7 +168,7 @@ class Session:
         the handshake. Raises SessionError; the session has then ended."""
         payloads: list[bytes] = []
         for kind, payload in self._reader.read(data if self._layer is None else self._layer.unwrap(data)):
-            self._silent_pings = 0
+            self._silent_s = 0.0
             if kind == _DATA:
                 payloads.append(payload)
             else:
@@ -165,14 +177,13 @@ class Session:
 
     def take_outgoing(self) -> bytes:
         """Returns answers to pings, and a ping once it is due; call it after `open`, and every `ping_s`.
-        Raises SessionError once the other side has been silent for too long. Counts due pings instead of seconds, so
-        that a pause of this process does not count against the other."""
-        if self._max_silent_pings and (now := self._clock.now()) >= self._ping_due_s:
-            self._ping_due_s = now + self.ping_s
-            self._silent_pings += 1
-            if self._silent_pings > self._max_silent_pings + 1:
-                seconds = self._max_silent_pings * self.ping_s
-                raise SessionError(f"node {self.greeting.node[:60]!r} has not been heard of for {seconds:g} s")
+        Raises SessionError once the other side has been silent for too long. Between two pings only a second counts at
+        most, so that a pause of this process does not count against the other."""
+        if self._fence_s and (now := self._clock.now()) - self._pinged_s >= self.ping_s:
+            self._silent_s += min(now - self._pinged_s, _MAX_COUNTED_S)
+            self._pinged_s = now
+            if self._silent_s > self._fence_s + _MAX_COUNTED_S:
+                raise SessionError(f"node {self.greeting.node[:60]!r} has not been heard of for {self._fence_s:g} s")
             self._controls.append((_PINGED, _PING.pack(now)))
         pieces: list[bytes | memoryview] = []
         while self._controls:
@@ -189,7 +200,7 @@ class Session:
             self._controls.append((_PONGED, _PONG.pack(asked_s, self._clock.now())))
         elif kind == _PONGED and len(payload) == _PONG.size:
             asked_s, answered_s = _PONG.unpack(payload)
-            self.clock_samples.append((asked_s, answered_s, self._clock.now()))
+            self.observe_clock((asked_s, answered_s, self._clock.now()))
         else:
             raise SessionError(f"node {self.greeting.node[:60]!r} sent a record of an unknown kind")
 
@@ -234,7 +245,7 @@ class Handshake:
         self._outgoing.clear()
         return taken
 
-    def receive(self, data: bytes) -> None:
+    def receive(self, data: bytes | bytearray | memoryview) -> None:
         """Raises SessionError; the handshake has then failed."""
         self._buffer += data if self._layer is None else self._layer.unwrap(data)
         if self._layer is not None and not self._layer.is_ready:

@@ -2,7 +2,8 @@
 one instance.
 
 A frame is a 4-byte little-endian length, then one msgpack-encoded message. No pickle, nothing that listens: frames
-travel over inherited socketpairs only, also between instances (`peers.py`). A frame that is too long or does not decode
+travel over inherited socketpairs, also between instances (`peers.py`), or over inherited connections to other machines,
+each through a `Codec`, of which the engine has none. A frame that is too long or does not decode
 closes its channel. Each kind of channel has a decoder of its own, so that a peer cannot speak for the frontend. A
 descriptor that arrives with a frame is close-on-exec from the start, and is closed when its message is refused.
 
@@ -17,6 +18,7 @@ import array
 import asyncio
 import logging
 import os
+import select
 import socket
 import struct
 import threading
@@ -99,7 +101,7 @@ class Alike(msgspec.Struct, frozen=True, tag=True):
 
 
 class WireError(Exception):
-    """A frame that is too long or cannot be decoded."""
+    """A frame that is too long or cannot be decoded, or that is not authentic."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -245,6 +247,23 @@ class FrameReader:
         return bodies
 
 
+class Codec(Protocol):
+    """The bytes of frames on their way to and from another machine, such as an authenticated session. Raises WireError
+    once the connection cannot be used any more. One thread at a time may call `seal` and `take_outgoing`, and what they
+    return is sent in the order of the calls; one may call `open`."""
+
+    ping_s: float  # between two calls of `take_outgoing`
+
+    def seal(self, data: bytes | bytearray | memoryview) -> bytes: ...
+
+    def open(self, data: bytes | bytearray | memoryview) -> bytes: ...
+
+    def take_outgoing(self) -> bytes:
+        """Returns bytes of the codec's own, such as answers to what has been opened. Raises WireError also for a peer
+        that has been silent for too long."""
+        ...
+
+
 class DescriptorError(Exception):
     """The error that a message carried too many descriptors."""
 
@@ -383,9 +402,12 @@ def local_channel(
 
 
 class FrontendSocket(asyncio.Protocol):
-    """The frontend's end of a socketpair, on the running loop."""
+    """The frontend's end of a socketpair, or of a connection to another machine, on the running loop. Answers the
+    codec's pings and sends none: the supervisor watches instances. `problem`: why this end closed the channel."""
 
-    def __init__(self) -> None:
+    def __init__(self, codec: Codec | None = None) -> None:
+        self.problem = ""
+        self._codec = codec
         self._reader = FrameReader()
         self._known_pixels: KnownPixels | None = None
         self._transport: asyncio.Transport | None = None
@@ -393,23 +415,28 @@ class FrontendSocket(asyncio.Protocol):
         self._on_closed: OnClosed | None = None
 
     @classmethod
-    async def open(cls, sock: socket.socket) -> FrontendSocket:
-        loop = asyncio.get_running_loop()
-        _, protocol = await loop.create_unix_connection(cls, sock=sock)
+    async def open(cls, sock: socket.socket, codec: Codec | None = None) -> FrontendSocket:
+        _, protocol = await asyncio.get_running_loop().create_connection(partial(cls, codec), sock=sock)
         return protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        if self._codec is not None:
+            self.data_received(b"")  # what came with the end of the codec's handshake
 
     def attach(self, on_messages: OnMessages, on_closed: OnClosed) -> None:
         self._on_messages, self._on_closed = on_messages, on_closed
 
     def data_received(self, data: bytes) -> None:
         try:
+            if self._codec is not None:
+                data = self._codec.open(data)
+                self._write_sealed(self._codec.take_outgoing())
             messages = [decode_to_frontend(body) for body in self._reader.read_frames(data)]
-        except WireError:
-            logger.exception("closing the channel of an instance")
+        except WireError as error:
+            self.problem = str(error)
+            logger.error("closing the channel of an instance: %s", error)
             self.close()
             return
         if messages and self._on_messages is not None:
@@ -430,7 +457,10 @@ class FrontendSocket(asyncio.Protocol):
         self._known_pixels = known
 
     def _write(self, data: bytearray) -> None:
-        if self._transport is not None:
+        self._write_sealed(data if self._codec is None else self._codec.seal(data))
+
+    def _write_sealed(self, data: bytes | bytearray) -> None:
+        if self._transport is not None and data:
             self._transport.write(data)
 
     def close(self) -> None:
@@ -439,16 +469,21 @@ class FrontendSocket(asyncio.Protocol):
 
 
 class InstanceSocket(_Inbox):
-    """The instance's end of a socketpair: a thread reads, the instance's thread writes.
+    """The instance's end of a socketpair, or of a connection to another machine: a thread reads, the instance's thread
+    writes.
 
-    End of file means that the frontend is gone. There is no recipient for results, so the reading thread ends the
-    process at once, even during a step; an orphan lives for well under a second.
+    End of file, or of the codec's patience, means that the frontend is gone. There is no recipient for results, so the
+    reading thread ends the process at once, even during a step; an orphan lives for well under a second, or as long as
+    the codec takes to miss a frontend that is cut off.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, codec: Codec | None = None) -> None:
         super().__init__()
         self._sock = sock
         self._sock.setblocking(True)
+        self._codec = codec
+        self._sending = threading.Lock()  # with a codec, both threads write
+        self._received = b"" if codec is None else codec.open(b"")
         self._reader = FrameReader()
         self._known_pixels: KnownPixels | None = None
         self._closing = False
@@ -457,7 +492,7 @@ class InstanceSocket(_Inbox):
         """Waits for the first frame and returns it; call it before `start_reading`. Raises EOFError if the frontend is
         gone, WireError if the frame is not `Start`."""
         while True:
-            data = self._sock.recv(_RECEIVE_BYTES)
+            data, self._received = self._received or self._receive(), b""
             if not data:
                 raise EOFError("the frontend went away before it sent a configuration")
             for body in self._reader.read_frames(data):
@@ -473,25 +508,47 @@ class InstanceSocket(_Inbox):
     def _read(self) -> None:
         while True:
             try:
-                data = self._sock.recv(_RECEIVE_BYTES)
+                data = self._receive()
+                messages = messages_to_instance(self._reader.read_frames(data), self._known_pixels)
             except OSError:
                 data = b""
+            except WireError as error:
+                logger.error("the connection to the frontend cannot be used: %s", error)
+                log.last_words()
+                os._exit(EXIT_ORPHANED)
             if not data:
                 if not self._closing:
                     os._exit(EXIT_ORPHANED)
                 return
-            try:
-                messages = messages_to_instance(self._reader.read_frames(data), self._known_pixels)
-            except WireError:
-                logger.exception("the frontend sent an unreadable frame")
-                log.last_words()
-                os._exit(EXIT_ORPHANED)
             self.push(messages)
 
+    def _receive(self) -> bytes:
+        """Waits for bytes of frames; returns b"" at the end of file. Raises OSError and WireError."""
+        if self._codec is None:
+            return self._sock.recv(_RECEIVE_BYTES)
+        readable = select.poll()
+        readable.register(self._sock, select.POLLIN)
+        while True:
+            data = b""
+            if readable.poll(self._codec.ping_s * 1e3):
+                data = self._sock.recv(_RECEIVE_BYTES)
+                if not data:
+                    return b""
+                data = self._codec.open(data)
+            with self._sending:
+                self._sock.sendall(self._codec.take_outgoing())
+            if data:
+                return data
+
     def send(self, messages: Sequence[ToFrontend]) -> None:
+        frames = encode_frames(messages)
         try:
-            self._sock.sendall(encode_frames(messages))
-        except (BrokenPipeError, ConnectionResetError):
+            if self._codec is None:
+                self._sock.sendall(frames)
+            else:
+                with self._sending:
+                    self._sock.sendall(self._codec.seal(frames))
+        except OSError:
             os._exit(EXIT_ORPHANED)
 
     def close(self) -> None:

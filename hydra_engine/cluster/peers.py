@@ -33,15 +33,23 @@ class LinkError(Exception):
 
 
 class PeerLink:
-    """A connection to one peer. `name` and `incarnation`: the peer that the supervisor has announced."""
+    """A connection to one peer. `name` and `incarnation`: the peer that the supervisor has announced. `codec`: of a
+    connection to another machine, over which no descriptors come."""
 
-    def __init__(self, sock: socket.socket, promised: channel.Connect, max_queued_bytes: int) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        promised: channel.Connect,
+        max_queued_bytes: int,
+        codec: channel.Codec | None = None,
+    ) -> None:
         sock.setblocking(False)
         self.name = promised.name
         self.incarnation = promised.incarnation
         self.introduced = False
         self.problem = ""  # set by `send`: to be closed
         self._sock = sock
+        self._codec = codec
         self._reader = channel.FrameReader(channel.MAX_PEER_FRAME_BYTES)
         self._received: tuple[int, ...] = ()  # descriptors that wait for the rest of their Hello
         self._max_queued_bytes = max_queued_bytes
@@ -67,6 +75,9 @@ class PeerLink:
         if not data:
             raise LinkError("the other side has closed the connection")
         try:
+            if self._codec is not None:
+                data = self._codec.open(data)
+                self._send_outgoing(self._codec)
             for body in self._reader.read_frames(data):
                 message = channel.decode_to_peer(body)
                 if not self.introduced:
@@ -76,10 +87,13 @@ class PeerLink:
                 else:
                     emit(FromPeer(self.name, self.incarnation, message))
         except channel.WireError as error:
+            if self._codec is not None:
+                with contextlib.suppress(channel.WireError):
+                    self._send_outgoing(self._codec)  # which may say why
             raise LinkError(str(error)) from error
 
     def _read(self) -> bytes:
-        if self.introduced:
+        if self.introduced or self._codec is not None:
             return self._sock.recv(_RECEIVE_BYTES)  # the kernel closes descriptors that come uninvited
         data, descriptors = receive_with(self._sock, _RECEIVE_BYTES, MAX_DESCRIPTORS)
         if self._received and descriptors:
@@ -98,7 +112,7 @@ class PeerLink:
                 f"is instance {message.name[:40]!r} in life {message.incarnation}, not {self.name!r} in life "
                 f"{self.incarnation}"
             )
-        if _named_by(message.exports) != set(range(len(self._received))):
+        if self._codec is None and _named_by(message.exports) != set(range(len(self._received))):
             raise LinkError(f"its {len(self._received)} descriptors are not those that its exports name")
         descriptors, self._received = self._received, ()
         self.introduced = True
@@ -108,8 +122,12 @@ class PeerLink:
     # ---- out
 
     def send_hello(self, hello: Hello, descriptors: Sequence[int]) -> None:
-        """Sends the first frame, with the descriptors on its first byte. Raises LinkError."""
+        """Sends the first frame, with the descriptors on its first byte; none over a codec. Raises LinkError."""
         data = memoryview(channel.encode_to_peer([hello]))
+        if self._codec is not None:
+            self.send(data)
+            self.keep_alive()
+            return
         with self._lock:
             try:
                 num_sent = send_with(self._sock, data, descriptors)
@@ -117,25 +135,40 @@ class PeerLink:
                 raise LinkError(f"cannot be greeted: {error}") from error
             self._queue(data[num_sent:])
 
-    def send(self, data: bytes | bytearray) -> bool:
+    def send(self, data: bytes | bytearray | memoryview) -> bool:
         """Sends or queues all of `data` without blocking; drops it if the connection is closed or has a problem.
         Returns True if the flushing thread has something to do."""
         with self._lock:
             if self._closed or self.problem:
                 return False
-            left = memoryview(data)
-            if not self._backlog:
-                try:
-                    left = left[self._sock.send(left) :]
-                except BlockingIOError:
-                    pass
-                except OSError as error:
-                    self.problem = str(error)
-                    return True
-            self._queue(left)
-            if self._queued_bytes > self._max_queued_bytes:
-                self.problem = f"does not read: {self._queued_bytes} bytes wait for it"
-            return self._queued_bytes > 0
+            return self._send(memoryview(data if self._codec is None else self._codec.seal(data)))
+
+    def _send(self, left: memoryview) -> bool:
+        if not self._backlog and left:
+            try:
+                left = left[self._sock.send(left) :]
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                self.problem = str(error)
+                return True
+        self._queue(left)
+        if self._queued_bytes > self._max_queued_bytes:
+            self.problem = f"does not read: {self._queued_bytes} bytes wait for it"
+        return self._queued_bytes > 0
+
+    def keep_alive(self) -> None:
+        """Sends what the codec has to send of its own. Raises LinkError, also for a peer that has been silent for too
+        long. Does nothing without a codec."""
+        if self._codec is not None:
+            try:
+                self._send_outgoing(self._codec)
+            except channel.WireError as error:
+                raise LinkError(str(error)) from error
+
+    def _send_outgoing(self, codec: channel.Codec) -> None:
+        with self._lock:
+            self._send(memoryview(codec.take_outgoing()))
 
     def fail(self, problem: str) -> None:
         with self._lock:
@@ -169,6 +202,11 @@ class PeerLink:
     # ---- patience
 
     @property
+    def ping_s(self) -> float | None:
+        """Seconds between two calls of `keep_alive`; None: it need not be called."""
+        return None if self._codec is None else self._codec.ping_s
+
+    @property
     def is_waiting(self) -> bool:
         """True while the peer has to introduce itself or to read."""
         return not self.introduced or self.has_backlog
@@ -198,6 +236,9 @@ logger = logging.getLogger(__name__)
 
 MAX_QUEUED_BYTES = 32 << 20
 PATIENCE_S = 10.0
+
+# (connected socket, the peer that the supervisor has announced) -> None for a peer on this machine
+MakeCodec = Callable[[socket.socket, channel.Connect], channel.Codec | None]
 _TICKS = 10  # in PATIENCE_S
 _CONNECT_BYTES = 4096
 
@@ -216,6 +257,7 @@ class PeerSockets:
         patience_s: float = PATIENCE_S,
         max_queued_bytes: int = MAX_QUEUED_BYTES,
         clock: Clock | None = None,
+        make_codec: MakeCodec | None = None,
     ) -> None:
         self._name = name
         self._incarnation = incarnation
@@ -224,6 +266,7 @@ class PeerSockets:
         self._tick_s = patience_s / _TICKS
         self._max_queued_bytes = max_queued_bytes
         self._clock = clock or MonotonicClock()
+        self._make_codec = make_codec
         self._hello: Hello | None = None
         self._descriptors: tuple[int, ...] = ()
         self._links: dict[str, PeerLink] = {}  # of the thread, as is the selector
@@ -301,8 +344,7 @@ class PeerSockets:
         try:
             ticked_s = self._clock.now()
             while not self._closing:
-                waits = any(link.is_waiting for link in self._links.values())
-                for key, mask in self._selector.select(self._tick_s if waits else None):
+                for key, mask in self._selector.select(self._patience_s()):
                     self._serve(key.fileobj, mask)
                 now = self._clock.now()
                 is_due = now - ticked_s >= self._tick_s
@@ -313,6 +355,12 @@ class PeerSockets:
         finally:
             for link in list(self._links.values()):
                 self._drop(link, "this instance has ended its connections")
+
+    def _patience_s(self) -> float | None:
+        """Returns how long nothing has to be looked after, in seconds; None: until something comes."""
+        pings = [ping_s for link in self._links.values() if (ping_s := link.ping_s) is not None]
+        waits = [self._tick_s] if any(link.is_waiting for link in self._links.values()) else []
+        return min([*pings, *waits], default=None)
 
     def _serve(self, source: object, mask: int) -> None:
         if source is self._control:
@@ -336,6 +384,7 @@ class PeerSockets:
         try:
             if link.problem:
                 raise LinkError(link.problem)
+            link.keep_alive()
             if is_due:
                 link.tick(_TICKS)
         except LinkError as error:
@@ -366,7 +415,8 @@ class PeerSockets:
             close_all(descriptors)
             logger.error("a connection to another instance is refused: %s", error)
             return
-        self._open(PeerLink(sock, promised, self._max_queued_bytes))
+        codec = self._make_codec(sock, promised) if self._make_codec is not None else None
+        self._open(PeerLink(sock, promised, self._max_queued_bytes, codec))
 
     def _open(self, link: PeerLink) -> None:
         if (old := self._links.get(link.name)) is not None:

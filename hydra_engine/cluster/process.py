@@ -21,8 +21,8 @@ from importlib import import_module
 from typing import Protocol
 
 from hydra_engine import log
-from hydra_engine.cluster.channel import InstanceSocket
-from hydra_engine.cluster.peers import PeerSockets
+from hydra_engine.cluster.channel import InstanceSocket, Start
+from hydra_engine.cluster.peers import MakeCodec, PeerSockets
 from hydra_engine.cluster.spawn import INSTANCE
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.messages import WIRE_VERSION, Failed
@@ -68,7 +68,8 @@ def _thaw_for_triton() -> None:
         gc.unfreeze()
 
 
-def main(load: Callable[[], RunInstance] = load_instance) -> int:
+def take_sockets() -> tuple[socket.socket, socket.socket]:
+    """Sets up the process and returns the inherited ends of its channel and its control socket."""
     bind_to_parent()  # again, for what is not started by `launch`
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -78,11 +79,26 @@ def main(load: Callable[[], RunInstance] = load_instance) -> int:
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--control", type=int, required=True)
     arguments = parser.parse_args()
-    end = InstanceSocket(socket.socket(fileno=arguments.fd))
-    control = socket.socket(fileno=arguments.control)
     log.never_wait()
+    return socket.socket(fileno=arguments.fd), socket.socket(fileno=arguments.control)
+
+
+def main(load: Callable[[], RunInstance] = load_instance) -> int:
+    sock, control = take_sockets()
+    end = InstanceSocket(sock)
     run_instance = load()  # before the configuration, which may come later
-    start = end.receive_start()
+    return serve(end.receive_start(), end, control, run_instance)
+
+
+def serve(
+    start: Start,
+    end: InstanceSocket,
+    control: socket.socket,
+    run_instance: RunInstance,
+    *,
+    make_codec: MakeCodec | None = None,
+) -> int:
+    """Runs the instance; returns its exit code. `make_codec`: for connections to peers on other machines."""
     log.configure(start.config.log_level, instance=start.name, log_format=start.config.log_format)
     if start.version != WIRE_VERSION:
         error = ConfigError(f"the frontend speaks wire version {start.version}, not {WIRE_VERSION}")
@@ -94,7 +110,7 @@ def main(load: Callable[[], RunInstance] = load_instance) -> int:
         opened.callback(control.close)
 
         def connect(exports: Exports, descriptors: tuple[int, ...]) -> PeerPort:
-            peers = PeerSockets(start.name, start.incarnation, control, end.wake.set)
+            peers = PeerSockets(start.name, start.incarnation, control, end.wake.set, make_codec=make_codec)
             opened.callback(peers.close)
             peers.start(exports, descriptors)
             return peers

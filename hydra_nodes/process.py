@@ -1,0 +1,80 @@
+"""Entry point of an instance process on a node: `hydra_nodes.process --name NAME --fd N --control M`, started by the
+agent there with a socket that is connected to the frontend.
+
+Its first datagram of the control socket is an `Order`; nothing secret is in its arguments or its environment. Then it
+is what `hydra_engine.cluster.process` is, over an authenticated session.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from hydra_engine.cluster import process
+from hydra_engine.cluster.channel import EXIT_ORPHANED, InstanceSocket, WireError
+from hydra_nodes.facts import deployment_facts
+from hydra_nodes.links import CHANNEL, LINK, LinkMaker, set_options
+from hydra_nodes.session import Greeting, handshake_client
+
+logger = logging.getLogger(__name__)
+
+_ORDER_BYTES = 1 << 16
+_ORDER_S = 10.0
+_FENCE_S = 10.0  # until the configuration says it
+
+
+class Order(msgspec.Struct, frozen=True):
+    """Facts that an instance process has to know before it speaks with the frontend. `model`: its folder, of which the
+    digest is compared; "": none is."""
+
+    secret: bytes
+    node: str
+    name: str
+    incarnation: int
+    model: str = ""
+
+    def greeting(self, purpose: str) -> Greeting:
+        facts = deployment_facts(Path(self.model) if self.model else None)
+        return Greeting(purpose, self.node, self.name, self.incarnation, facts)
+
+
+def encode_order(order: Order) -> bytes:
+    return msgspec.msgpack.encode(order)
+
+
+def _receive_order(control: socket.socket) -> Order:
+    """Raises WireError and OSError, TimeoutError included."""
+    control.settimeout(_ORDER_S)
+    try:
+        return msgspec.msgpack.decode(control.recv(_ORDER_BYTES), type=Order)
+    except msgspec.DecodeError as error:
+        raise WireError(f"unreadable order from the agent: {error}") from error
+
+
+def main(load: Callable[[], process.RunInstance] = process.load_instance) -> int:
+    sock, control = process.take_sockets()
+    try:
+        order = _receive_order(control)
+        set_options(sock, _FENCE_S)
+        greeting = order.greeting(CHANNEL)
+        session = handshake_client(sock, order.secret, greeting)
+        end = InstanceSocket(sock, session)
+        run_instance = load()
+        start = end.receive_start()
+    except (WireError, OSError, EOFError) as error:
+        logger.error("an instance on this node has not joined the frontend: %s", error)
+        return EXIT_ORPHANED
+    fence_s = start.config.cluster.fence_s
+    set_options(sock, fence_s)
+    session.set_fence(fence_s)
+    links = LinkMaker(order.secret, msgspec.structs.replace(greeting, purpose=LINK), fence_s, None)
+    return process.serve(start, end, control, run_instance, make_codec=links)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
