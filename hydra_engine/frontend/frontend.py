@@ -320,8 +320,10 @@ class Frontend:
     def on_up(self, link: InstanceLink) -> None:
         self._links[link.name] = link
         self._summaries[link.name] = link.summary
-        self._stealing.on_up(link.name, link.summary.max_num_seqs)
-        self._dispatcher.on_up(link.name, self._clock.now(), link.summary.max_num_seqs)
+        summary = link.summary
+        self._stealing.on_up(link.name, summary.max_num_seqs)
+        kv_tokens = summary.num_kv_blocks * summary.kv_block_size
+        self._dispatcher.on_up(link.name, self._clock.now(), summary.max_num_seqs, kv_tokens)
 
     def on_down(self, name: str, reason: str, *, restarts: bool) -> None:
         if self.state == "closed":

@@ -271,13 +271,14 @@ class Charge:
     decode_tokens: int = 0  # tokens whose KV is there while it decodes
     patches: int = 0
     decodes_later: bool = False  # it decodes there too, after this prefill
+    is_expected: bool = False  # it will probably decode there: `decode_tokens` counts among those that are expected
 
     def __post_init__(self) -> None:
         self._count(1)
 
     def grow(self, num_tokens: int) -> None:
-        """Adds tokens to the decode share; no-op if there is none."""
-        if not self.decode_tokens:
+        """Adds tokens to the decode share; no-op if there is none, or it is expected only."""
+        if not self.decode_tokens or self.is_expected:
             return
         self.decode_tokens += num_tokens
         self.instance.decode_tokens += num_tokens
@@ -288,6 +289,10 @@ class Charge:
         self.decodes_later = False
 
     def _count(self, sign: int) -> None:
+        if self.is_expected:
+            self.instance.expected_decodes += sign * (self.decode_tokens > 0)
+            self.instance.expected_tokens += sign * self.decode_tokens
+            return
         self.instance.prefill_tokens += sign * self.prefill_tokens
         self.instance.patches += sign * self.patches
         self.instance.decode_tokens += sign * self.decode_tokens
@@ -511,7 +516,8 @@ class RequestInFlight:
         patches = sum(image.num_patches for image in local)
         stays = not route.moves
         prefill = Charge(prefill_at, prefill_tokens=num_tokens, patches=patches, decodes_later=stays)
-        decode = Charge(prefill_at, decode_tokens=num_tokens if stays else 0)
+        decode_at = instances[route.decode or route.likely_decoder or route.prefill]
+        decode = Charge(decode_at, decode_tokens=num_tokens, is_expected=not stays)
         self.attempt = Attempt(self.attempt_request(number), route, self.num_known, now, prefill, decode)
         self.phase, self.deadline_s = Phase.PREFILLING, None
         self.attempts += 1

@@ -184,11 +184,11 @@ class Dispatcher:
 
     # ---- events of the cluster
 
-    def on_up(self, name: str, now: float, max_num_seqs: int = 0) -> None:
+    def on_up(self, name: str, now: float, max_num_seqs: int = 0, kv_tokens: int = 0) -> None:
         """Marks the instance ready in its current role, which may have changed while it was down. `max_num_seqs`:
-        requests that it has room for at once; 0: not known."""
+        requests that it has room for at once; `kv_tokens`: tokens in its KV cache; 0: not known."""
         self.instances.mark_up(name)
-        self.instances[name].max_num_seqs = max_num_seqs
+        self.instances[name].max_num_seqs, self.instances[name].kv_tokens = max_num_seqs, kv_tokens
         self.wake(now)
 
     def on_down(self, name: str, now: float, *, restarts: bool) -> None:

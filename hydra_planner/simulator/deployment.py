@@ -285,9 +285,11 @@ class Deployment:
     # ---- the cluster's listener
 
     def on_up(self, name: str) -> None:
-        max_num_seqs = self.cluster.nodes[name].sizes.config.scheduler.max_running_requests
+        sizes = self.cluster.nodes[name].sizes
+        max_num_seqs = sizes.config.scheduler.max_running_requests
         self._stealing.on_up(name, max_num_seqs)
-        self.dispatcher.on_up(name, self.agenda.now_s, max_num_seqs)
+        kv_tokens = sizes.plan.num_kv_blocks * sizes.config.cache.block_size
+        self.dispatcher.on_up(name, self.agenda.now_s, max_num_seqs, kv_tokens)
 
     def on_down(self, name: str, *, restarts: bool) -> None:
         self.statuses.pop(name, None)

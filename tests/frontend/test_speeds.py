@@ -142,6 +142,23 @@ def test_decodes_and_pictures_are_shared_by_speed(factor: float, count: int) -> 
     assert abs(instances["e0"].patches - factor * instances["e1"].patches) <= 16 * factor
 
 
+@pytest.mark.parametrize(("room", "least", "most"), [(0, 10, 25), (40, 1, 6)])
+def test_of_prompts_that_all_wait_as_many_decodes_move_as_are_done_soonest(room: int, least: int, most: int) -> None:
+    """A decoder has no decodes before the first prefill begins, and then more than its KV cache has room for."""
+    instances = table("D+PD")
+    instances["d0"].kv_tokens = room
+    router, moved = Router(instances), 0
+    for number in range(40):
+        request = make_request(number)
+        route = router.route(request)
+        assert isinstance(route, Route) and route.prefill == "pd0"
+        moved += route.moves
+        Charge(instances["pd0"], prefill_tokens=request.num_prompt, decodes_later=not route.moves)
+        at = instances[route.decode or route.likely_decoder]
+        Charge(at, decode_tokens=request.num_prompt, is_expected=route.moves)
+    assert least <= moved <= most
+
+
 def test_pictures_leave_a_slow_instance_where_another_is_done_sooner() -> None:
     instances = table("EP+E+D")
     instances["ep0"].patches, instances["e0"].patches = 10, 10

@@ -41,8 +41,11 @@ class InstanceLoad:
     decodes: int = 0  # requests that decode here or will
     decode_tokens: int = 0  # their tokens so far
     later_decodes: int = 0  # part of `decodes`: whose first token is still to come
+    expected_decodes: int = 0  # requests that will probably decode here, whose prefill elsewhere has not begun
+    expected_tokens: int = 0  # of their prompts
     patches: int = 0  # of images that wait for their encode here
     max_num_seqs: int = 0  # requests that hold KV blocks at once; 0: not known
+    kv_tokens: int = 0  # that its KV cache has room for; 0: not known
     status: Status | None = None
     pace: Pace = field(default_factory=Pace)
     # Ids that were given up and whose end it has not reported, with the number of the request that gets the report.

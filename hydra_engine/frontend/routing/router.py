@@ -11,7 +11,7 @@ import math
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from operator import itemgetter
 from typing import NamedTuple
@@ -38,6 +38,7 @@ class Route:
     decode: str
     stages: str
     remote_images: bool = False
+    likely_decoder: str = field(default="", compare=False)  # if it moves: the best one by the loads of this choice
 
     @property
     def moves(self) -> bool:
@@ -71,14 +72,14 @@ class _Helpers:
         part = -(-patches // max(min(images, num_apart or len(encode)), 1))
         self._encoders = sorted(((self._make(load).encoded_s(part), load) for load in encode), key=itemgetter(0))
         decode = [self._make(load) for load in _helping(instances, apart, able, Role.D)]
-        arriving = ((one.load.nearly_full, one.arrive(self._tokens, self._join(one)), one.load) for one in decode)
+        arriving = ((one.full, one.arrive(self._tokens, self._join(one)), one.load) for one in decode)
         self._decoders = sorted(arriving, key=itemgetter(0, 1))
         self._encoders_apart = [entry for entry in self._encoders if not entry[1].serves(Role.P)]
         self._decoders_apart = [entry for entry in self._decoders if not entry[2].serves(Role.P)]
 
     def _make(self, load: InstanceLoad) -> Estimate:
         if (estimate := self.estimates.get(load.name)) is None:
-            estimate = self.estimates[load.name] = Estimate(load)
+            estimate = self.estimates[load.name] = Estimate(load, ahead=True)
         return estimate
 
     def _join(self, estimate: Estimate) -> Decode:
@@ -92,16 +93,16 @@ class _Helpers:
                 return seconds
         return None
 
-    def decode(self, estimate: Estimate, full: bool) -> tuple[Decode, bool]:
-        """Returns the cost of the decode after a prefill at this instance, and True if it moves for it."""
+    def decode(self, estimate: Estimate, full: bool) -> tuple[Decode, str]:
+        """Returns the cost of the decode after a prefill at this instance, and where it will be."""
         load = estimate.load
         stays = load.serves(Role.D)
         own = (self._joined.get(load.name) or estimate.join(self._tokens, self._left)) if stays else (0.0, 0.0)
         for there_full, arriving, other in self._decoders_apart if stays else self._decoders:
             if other.name in load.pairs:
                 moves = not stays or (there_full, arriving) < (full, own)
-                return (arriving, True) if moves else (own, False)
-        return own, not stays
+                return (arriving, other.name) if moves else (own, load.name)
+        return own, load.name if stays else ""
 
 
 def _helping(
@@ -136,16 +137,18 @@ class Router:
         if self._policy == ROUND_ROBIN:
             prefill = min(able, key=lambda instance: self._turns["P"].get(instance.name, 0))
             remote, moves = bool(request.images) and not prefill.serves(Role.E), not prefill.serves(Role.D)
+            decoder = ""
         else:
-            prefill, remote, moves = self._choose_prefill(request, able)
+            prefill, remote, decoder = self._choose_prefill(request, able)
+            moves = decoder != prefill.name
         self._took("P", prefill.name)
         self._remember_prefill(request, prefill.name)
         here = Role.P | (Role(0) if remote else Role.E) | (Role(0) if moves else Role.D)
-        return Route(prefill.name, "" if moves else prefill.name, (here & prefill.role).letters, remote)
+        stages = (here & prefill.role).letters
+        return Route(prefill.name, "" if moves else prefill.name, stages, remote, decoder if moves else "")
 
-    def _choose_prefill(self, request: Request, able: Sequence[InstanceLoad]) -> tuple[InstanceLoad, bool, bool]:
-        """Returns the instance for the prefill, whether the images are encoded elsewhere, and whether it decodes
-        elsewhere."""
+    def _choose_prefill(self, request: Request, able: Sequence[InstanceLoad]) -> tuple[InstanceLoad, bool, str]:
+        """Returns the instance for the prefill, whether the images are encoded elsewhere, and where it decodes."""
         tokens, features = request.num_prompt, request.num_image_tokens
         patches = sum(image.num_patches for image in request.images)
         helpers = _Helpers(self._instances.values(), able, request, patches)
@@ -153,7 +156,7 @@ class Router:
         estimates, turns = helpers.estimates, self._turns["P"]
         least: tuple[bool, float, float, int] | None = None
         for load in able:
-            estimate = estimates.get(load.name) or Estimate(load)
+            estimate = estimates.get(load.name) or Estimate(load, ahead=True)
             todo, fresh = tokens, patches
             if hits and (hit := hits.get(load.name)) is not None:
                 todo, fresh = max(tokens - hit.tokens, 1), patches - hit.patches
@@ -163,13 +166,13 @@ class Router:
                 behind_s = estimate.prefilled_behind_s(todo, copied_s)
                 remote = behind_s < first_s or not load.serves(Role.E)
                 first_s = behind_s if remote else first_s
-            full = load.nearly_full
-            (late_s, slow_s), moves = helpers.decode(estimate, full)
+            full = estimate.full
+            (late_s, slow_s), decoder = helpers.decode(estimate, full)
             if first_s > ttft_s:
                 late_s += first_s - ttft_s
             key = full, late_s, first_s + slow_s + estimate.stalled_s(todo), turns.get(load.name, 0)
             if least is None or key < least:
-                least, chosen = key, (load, remote, moves)
+                least, chosen = key, (load, remote, decoder)
         return chosen
 
     # ---- images
@@ -215,7 +218,7 @@ class Router:
 
         def cost(load: InstanceLoad) -> tuple[float, ...]:
             estimate = Estimate(load)
-            return load.nearly_full, *estimate.arrive(num_tokens, estimate.join(num_tokens, left))
+            return estimate.full, *estimate.arrive(num_tokens, estimate.join(num_tokens, left))
 
         return self._choose("D", candidates, cost).name
 
