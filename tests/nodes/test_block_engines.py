@@ -1,0 +1,91 @@
+"""Whole engines whose instances read each other's blocks over TCP: the tokens of one instance, also through kills."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.mixed import Outcome, agrees, alone, mixture, submit, together
+from hydra_engine import Engine
+from hydra_engine.cluster.supervisor import Supervisor
+from hydra_engine.errors import HydraError
+from tests.campaigns.restless import RestlessEngine
+from tests.engine.conftest import assert_at_rest
+from tools.miniatures import make_tiny
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+REQUESTS = mixture()
+OPTIONS: dict[str, Any] = {"threads": 1, "block_size": 4, "num_kv_blocks": 512, "decode_workers": 1, "token_budget": 24}
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny-llava")
+    make_tiny("llava", directory, seed=7)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def golden(tiny_model: Path) -> list[Outcome]:
+    with Engine(tiny_model, threads=1, block_size=4, num_kv_blocks=2048, token_budget=512) as engine:
+        return alone(engine, REQUESTS)
+
+
+@pytest.fixture(autouse=True)
+def on_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    command = [sys.executable, "-m", "tests.nodes.remote_instance"]
+    monkeypatch.setitem(Supervisor.__init__.__kwdefaults__, "command", command)
+    yield
+
+
+@pytest.mark.parametrize(
+    ("topology", "options"),
+    [
+        ("E+PD", {}),
+        ("EP+D", {}),  # groups of KV leave while the prefill runs
+        ("E+P+D", {"check_transfers": True}),
+        ("E+P+D", {"early_kv": False, "token_budget": 512}),
+        ("2E+P+2D", {"transport": "host"}),
+    ],
+    ids=str,
+)
+def test_instances_that_share_no_memory_give_the_tokens_of_one(
+    tiny_model: Path, golden: list[Outcome], topology: str, options: dict[str, Any]
+) -> None:
+    with Engine(tiny_model, topology=topology, **(OPTIONS | options)) as engine:
+        for _ in range(2):
+            rows = zip(REQUESTS, together(engine, REQUESTS), golden, strict=True)
+            assert [got for request, got, right in rows if not agrees(request, got, right)] == []
+        assert_at_rest(engine)
+        reports = [status.transfer for status in engine.statuses().values()]
+        pulled, through_host = (sum(getattr(r, name) for r in reports) for name in ("pulled_bytes", "host_bytes"))
+        assert pulled > 0
+        assert through_host == (pulled if options.get("transport") == "host" else 0)
+
+
+def test_killed_instances_take_nothing_with_them(tiny_model: Path, golden: list[Outcome]) -> None:
+    """Kills each while blocks move. Requests end with the right tokens, or with a sentence; then all is free."""
+    with RestlessEngine(tiny_model, topology="E+P+D", recovery_s=30.0, **OPTIONS) as engine:
+        for turn, name in enumerate(("e0", "p0", "d0") * 2):
+            handles = [submit(engine, request) for request in REQUESTS[:12]]
+            time.sleep(0.05 * turn)
+            (victim,) = [instance for instance in engine.instances() if instance.name == name]
+            assert victim.pid is not None
+            os.kill(victim.pid, signal.SIGKILL)
+            for handle in handles:
+                try:
+                    handle.result(60)
+                except HydraError as error:
+                    assert error.message
+            assert_at_rest(engine)
+        rows = zip(REQUESTS, together(engine, REQUESTS), golden, strict=True)
+        assert [got for request, got, right in rows if not agrees(request, got, right)] == []
+        assert_at_rest(engine)
