@@ -11,12 +11,14 @@ import logging
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from hydra_engine.cluster import process
 from hydra_engine.cluster.channel import EXIT_ORPHANED, InstanceSocket, WireError
+from hydra_nodes.blocks import TcpBlocks
 from hydra_nodes.facts import deployment_facts
 from hydra_nodes.links import CHANNEL, LINK, LinkMaker, set_options
 from hydra_nodes.session import Greeting, handshake_client
@@ -30,13 +32,15 @@ _FENCE_S = 10.0  # until the configuration says it
 
 class Order(msgspec.Struct, frozen=True):
     """Facts that an instance process has to know before it speaks with the frontend. `model`: its folder, of which the
-    digest is compared; "": none is."""
+    digest is compared; "": none is. `host`: the address at which peers on other nodes reach it; "": the one from which
+    it is connected with the frontend."""
 
     secret: bytes
     node: str
     name: str
     incarnation: int
     model: str = ""
+    host: str = ""
 
     def greeting(self, purpose: str) -> Greeting:
         facts = deployment_facts(Path(self.model) if self.model else None)
@@ -64,7 +68,8 @@ def main(load: Callable[[], process.RunInstance] = process.load_instance) -> int
         greeting = order.greeting(CHANNEL)
         session = handshake_client(sock, order.secret, greeting)
         end = InstanceSocket(sock, session)
-        run_instance = load()
+        host = order.host or sock.getsockname()[0]
+        run_instance = partial(load(), network=TcpBlocks(order.secret, greeting, host))
         start = end.receive_start()
     except (WireError, OSError, EOFError) as error:
         logger.error("an instance on this node has not joined the frontend: %s", error)

@@ -31,6 +31,7 @@ from hydra_engine.core.reports import InstanceSummary, Status
 from hydra_engine.core.request import Request
 from hydra_engine.instance.ports import Inbox, InstanceContext, Outbox
 from hydra_engine.preprocess.text.tokenizer import Tokenizer, load_tokenizer
+from hydra_engine.transfer.network import BlockNetwork
 
 COMMAND = (sys.executable, "-m", "bench.frontend.instance")
 STEP_VARIABLE = "BENCH_STEP_S"
@@ -118,6 +119,7 @@ def run_instance(
     *,
     context: InstanceContext,
     connect: ConnectPeers | None,  # noqa: ARG001 - it has no peers
+    network: BlockNetwork | None = None,  # noqa: ARG001
 ) -> int:
     step_s = float(os.environ[STEP_VARIABLE])
     summarized = summary(name, context)

@@ -30,13 +30,15 @@ from hydra_engine.core.pools import Exports
 from hydra_engine.core.processes.launch import bind_to_parent
 from hydra_engine.errors import ConfigError
 from hydra_engine.instance.ports import Inbox, InstanceContext, Outbox, PeerPort
+from hydra_engine.transfer.network import BlockNetwork
 
 ConnectPeers = Callable[[Exports, tuple[int, ...]], PeerPort]
 
 
 class RunInstance(Protocol):
     """The signature of `build.run_instance`, which returns the exit code. It calls `connect` once, only if the instance
-    has peers, to accept them; its caller closes the returned port."""
+    has peers, to accept them; its caller closes the returned port. `network`: for the blocks of peers on other nodes,
+    closed by the instance."""
 
     def __call__(
         self,
@@ -48,6 +50,7 @@ class RunInstance(Protocol):
         *,
         context: InstanceContext,
         connect: ConnectPeers | None,
+        network: BlockNetwork | None = None,
     ) -> int: ...
 
 

@@ -23,6 +23,7 @@ from hydra_engine.core.reports import InstanceSummary, LedgerReport, Status
 from hydra_engine.errors import ConfigError
 from hydra_engine.instance.ports import FromPeer, Inbox, InstanceContext, Outbox, PeerDown, PeerUp
 from hydra_engine.transfer.messages import Offer
+from hydra_engine.transfer.network import BlockNetwork
 from tests.faults import SetFault
 
 PERIOD_S = 0.05
@@ -109,6 +110,7 @@ def run_instance(
     *,
     context: InstanceContext,
     connect: ConnectPeers | None,
+    network: BlockNetwork | None = None,
 ) -> int:
     outbox.send([Loading("weights", 1, 2)])
     match os.environ.get(f"STAND_IN_{name.upper()}"):

@@ -16,6 +16,7 @@ from hydra_engine.instance import hooks
 from hydra_engine.instance.build import run_instance as run_real_instance
 from hydra_engine.instance.hooks import Connect
 from hydra_engine.instance.ports import ALONE, Inbox, InstanceContext, Outbox
+from hydra_engine.transfer.network import BlockNetwork
 from tests.faults import SetFault
 from tests.faults.migration import FaultyMigration
 from tests.faults.points import FaultPoints
@@ -51,6 +52,7 @@ def run_instance(
     wake: threading.Event,
     context: InstanceContext = ALONE,
     connect: Connect | None = None,
+    network: BlockNetwork | None = None,
 ) -> int:
     faults = FaultPoints()
     if connect is not None:  # then this process is the instance's own
@@ -58,4 +60,4 @@ def run_instance(
         hooks.Migration = partial(FaultyMigration, faults=faults)  # type: ignore[assignment, misc]
     worker: Any = partial(FaultyWorker, faults=faults)
     armed = _Inbox(inbox, faults)
-    return run_real_instance(config, name, armed, outbox, wake, context, connect, worker_class=worker)
+    return run_real_instance(config, name, armed, outbox, wake, context, connect, worker_class=worker, network=network)
