@@ -19,6 +19,7 @@ import msgspec
 from hydra_engine.cluster import process
 from hydra_engine.cluster.channel import EXIT_ORPHANED, InstanceSocket, WireError
 from hydra_nodes.blocks import TcpBlocks
+from hydra_nodes.clock import SyncedClock
 from hydra_nodes.facts import deployment_facts
 from hydra_nodes.links import CHANNEL, LINK, LinkMaker, set_options
 from hydra_nodes.session import Greeting, handshake_client
@@ -60,16 +61,19 @@ def _receive_order(control: socket.socket) -> Order:
         raise WireError(f"unreadable order from the agent: {error}") from error
 
 
-def main(load: Callable[[], process.RunInstance] = process.load_instance) -> int:
+def main(load: Callable[[], Callable[..., int]] = process.load_instance) -> int:
     sock, control = process.take_sockets()
     try:
         order = _receive_order(control)
         set_options(sock, _FENCE_S)
         greeting = order.greeting(CHANNEL)
         session = handshake_client(sock, order.secret, greeting)
+        clock = SyncedClock(session.clock_samples.popleft())
+        session.observe_clock = clock.observe
         end = InstanceSocket(sock, session)
         host = order.host or sock.getsockname()[0]
-        run_instance = partial(load(), network=TcpBlocks(order.secret, greeting, host))
+        network = TcpBlocks(order.secret, greeting, host, clock=clock)
+        run_instance = partial(load(), clock=clock, network=network)
         start = end.receive_start()
     except (WireError, OSError, EOFError) as error:
         logger.error("an instance on this node has not joined the frontend: %s", error)

@@ -202,9 +202,11 @@ class Session:
         try:
             slo = msgspec.convert(metrics.get("slo") or {}, SloReport)
             spans = msgspec.convert(metrics.get("timeline") or [], list[StageSpan])
+            clock_error_s = msgspec.convert(metrics.get("clock_error_s", 0.0), float)
         except msgspec.ValidationError:
             return []  # another server's metrics have another form
-        return timeline_lines(spans, slo, width=max(_MIN_BAR, min(self._screen.width - _OTHER_COLUMNS, _MAX_BAR)))
+        width = max(_MIN_BAR, min(self._screen.width - _OTHER_COLUMNS, _MAX_BAR))
+        return timeline_lines(spans, slo, width=width, clock_error_s=clock_error_s)
 
 
 def _summary(answer: Answer) -> str:

@@ -61,7 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
             if (result := piece.result) is not None:
                 sys.stdout.write("\n")
                 if arguments.timeline:
-                    sys.stdout.write("\n".join(timeline_lines(result.timeline, result.metrics.slo)) + "\n")
+                    metrics = result.metrics
+                    lines = timeline_lines(result.timeline, metrics.slo, clock_error_s=metrics.clock_error_s)
+                    sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
 

@@ -347,9 +347,11 @@ def _wrapped(line: str) -> list[str]:
 # ---- below an answer
 
 
-def timeline_lines(timeline: Sequence[StageSpan], slo: SloReport, *, width: int = 48) -> list[str]:
+def timeline_lines(
+    timeline: Sequence[StageSpan], slo: SloReport, *, width: int = 48, clock_error_s: float = 0.0
+) -> list[str]:
     """The timeline of an answer, and whether it met its limits. `width`: columns of a bar."""
-    return [*draw(timeline, width=width), *_verdict(slo)]
+    return [*draw(timeline, width=width, clock_error_s=clock_error_s), *_verdict(slo)]
 
 
 def _verdict(slo: SloReport) -> list[str]:

@@ -16,7 +16,7 @@ from hydra_engine.core.request import Request
 from hydra_engine.core.results import TokenLogprobs
 from hydra_engine.errors import ErrorInfo
 
-WIRE_VERSION = 8
+WIRE_VERSION = 9
 
 
 # ---- pixels of an image span, from the preprocessor to a vision lane
@@ -182,6 +182,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     num_preemptions: int = 0
     cached_tokens: int = 0  # prompt tokens found in the KV cache
     cached_images: int = 0  # images without an encode of their own
+    clock_error_s: float = 0.0  # of the times of the spans and tokens, against the frontend's clock
 
 
 class NeedImages(msgspec.Struct, frozen=True, tag=True):

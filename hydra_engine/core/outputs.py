@@ -118,7 +118,8 @@ class RequestMetrics:
     """Latencies in seconds. `tpot_s` is (last - first token) / (tokens - 1); None for fewer than two tokens.
 
     `encode_s`, `prefill_s` and `decode_s` are sums of the spans of these stages, `queue_s` of waits for a
-    lane, for blocks or before late tokens, not for images, transfers or another instance.
+    lane, for blocks or before late tokens, not for images, transfers or another instance. `clock_error_s`: the largest
+    error of times that instances on other nodes have taken, 0.0 if none has.
     """
 
     ttft_s: float | None = None
@@ -129,6 +130,7 @@ class RequestMetrics:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     num_preemptions: int = 0
+    clock_error_s: float = 0.0
     slo: SloReport = field(default_factory=SloReport)
 
 

@@ -195,6 +195,7 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     language_step: StepReport = StepReport()
     vision_step: StepReport = StepReport()
     transfer: TransferReport = TransferReport()
+    clock_error_s: float = 0.0  # of its times, against the frontend's clock
 
     def __str__(self) -> str:
         return (

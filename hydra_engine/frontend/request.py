@@ -208,7 +208,7 @@ class ActiveRequest:
                 cached_tokens=finished.cached_tokens,
                 cached_images=finished.cached_images,
             ),
-            metrics=replace(metrics, slo=slo),
+            metrics=replace(metrics, clock_error_s=finished.clock_error_s, slo=slo),
             timeline=timeline,
             logprobs=None if request.sampling.logprobs is None or self.handle.takes_pieces else self.logprobs,
             stop_reason=stop_reason,
@@ -644,6 +644,7 @@ class RequestInFlight:
             num_preemptions=sum(report.num_preemptions for report in reports),
             cached_tokens=min(sum(report.cached_tokens for report in reports), request.num_prompt),
             cached_images=min(sum(report.cached_images for report in reports), request.num_media),
+            clock_error_s=max((report.clock_error_s for report in reports), default=final.clock_error_s),
         )
 
 

@@ -76,6 +76,7 @@ def run_instance(
                 clock=stack.clock,
                 look_ahead=bool(resolved.scheduler.look_ahead),
                 migration=hooks.migration,
+                clock_error=lambda: stack.clock.error_s,
             )
             summary = _summary(name, context, stack, hooks, time.monotonic() - began)
         except HydraError as error:

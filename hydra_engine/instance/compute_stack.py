@@ -31,7 +31,7 @@ from hydra_engine.backend.select import (
     resolve_sm_split,
     weights_dtype,
 )
-from hydra_engine.clock import MonotonicClock
+from hydra_engine.clock import MonotonicClock, SharedClock
 from hydra_engine.config import EngineConfig, SchedulerConfig
 from hydra_engine.core.instances import Role
 from hydra_engine.errors import ConfigError, ResourceError
@@ -68,7 +68,7 @@ class ComputeStack:
     kv_cache: PagedCache
     image_cache: PagedCache | None
     worker: Worker
-    clock: MonotonicClock
+    clock: SharedClock
     notes: tuple[str, ...]
 
 
@@ -79,6 +79,7 @@ def build_worker(
     context: InstanceContext = ALONE,
     worker_class: type[Worker] = Worker,
     make_gate: Callable[[Device, SchedulerConfig], Gate] | None = None,
+    clock: SharedClock | None = None,
 ) -> ComputeStack:
     """Loads the model, allocates the caches, warms up and captures graphs. Call it in inference mode; close the worker,
     which sets `wake` at results. Raises HydraError: setting, checkpoint, memory, a device that cannot run it."""
@@ -112,7 +113,7 @@ def build_worker(
             share=share if context.role.needs_vision else None,
         )
         states = allocate_states(spec, plan, dtype, device=on)
-    clock = MonotonicClock()
+    clock = clock or MonotonicClock()
     worker = worker_class(
         model=model,
         backend=backend,

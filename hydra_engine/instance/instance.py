@@ -40,7 +40,7 @@ from hydra_engine.core.results import ConnectorResult, LaneResult, ReadyResult, 
 from hydra_engine.errors import RequestError, RequestFailed, Unavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from hydra_engine.clock import Clock
     from hydra_engine.core.ids import RequestId
@@ -94,13 +94,16 @@ class Instance:
         clock: Clock,
         look_ahead: bool = False,
         migration: MigrationPort | None = None,
+        clock_error: Callable[[], float] = float,
     ) -> None:
+        """Creates an idle instance. `clock_error`: of `clock`, against the frontend's, in seconds."""
         self._scheduler = scheduler
         self._worker = worker
         self._inbox = inbox
         self._outbox = outbox
         self._wake = wake
         self._clock = clock
+        self._clock_error = clock_error
         self._look_ahead = look_ahead
         self._migration = migration or MigrationPort()
         self._vision_in_flight: list[VisionPlan] = []  # the first one runs
@@ -331,6 +334,8 @@ class Instance:
                 del self._requests[message.request_id]
                 self._held.pop(message.request_id, None)
                 self._migration.on_finished(message.request_id)
+                if error_s := self._clock_error():
+                    message = msgspec.structs.replace(message, clock_error_s=error_s)
             outgoing.append(message)
 
     def _append_status(self, outgoing: list[ToFrontend]) -> None:
@@ -359,6 +364,7 @@ class Instance:
             language_step=self._language.report(running=bool(self._language_in_flight)),
             vision_step=self._vision.report(running=bool(self._vision_in_flight)),
             transfer=self._migration.report(),
+            clock_error_s=self._clock_error(),
         )
 
     def _ledger(self, query_id: int) -> LedgerReport:

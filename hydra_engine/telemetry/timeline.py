@@ -273,9 +273,9 @@ def server_timing(result: Result) -> str:
 # ---- a drawing
 
 
-def draw(timeline: Sequence[StageSpan], *, width: int = 48) -> list[str]:
+def draw(timeline: Sequence[StageSpan], *, width: int = 48, clock_error_s: float = 0.0) -> list[str]:
     """Returns the timeline as lines of text, one per stage with bars to scale, then the costliest gaps between tokens
-    and their causes: what `demo` and `generate --timeline` print."""
+    and their causes: what `demo` and `generate --timeline` print. `clock_error_s`: as in the request's metrics."""
     if not timeline:
         return []
     end = max(max(s.end_s for s in timeline), 1e-9)
@@ -291,6 +291,8 @@ def draw(timeline: Sequence[StageSpan], *, width: int = 48) -> list[str]:
             cells[first:last] = ("░" if stage in _WAITS else "█") * (last - first)
         total_ms = sum(s.end_s - s.start_s for s in spans) * 1e3
         lines.append(f"{stage:12} |{''.join(cells)}| {total_ms:8.1f} ms  {_detail(spans)}".rstrip())
+    if clock_error_s:
+        lines.append(f"times of other nodes are right within {clock_error_s * 1e3:.2f} ms")
     return lines + _late_lines(timeline)
 
 

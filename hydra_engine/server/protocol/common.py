@@ -73,7 +73,7 @@ class Metrics(msgspec.Struct, frozen=True):
     """The metrics of `return_metrics`: times in seconds, the limits' verdict, and the stages of the request.
 
     `slo` is null without limits. `server_timing` is the header of a whole answer; a stream's headers are sent too early
-    for it.
+    for it. `clock_error_s` is there if times of other nodes are among them.
     """
 
     ttft_s: float | None
@@ -88,6 +88,7 @@ class Metrics(msgspec.Struct, frozen=True):
     slo: SloVerdict | None
     timeline: tuple[Span, ...]
     server_timing: str | UnsetType = UNSET
+    clock_error_s: float | UnsetType = UNSET
 
 
 def usage_of(usage: outputs.Usage, completion_tokens: int | None = None) -> Usage:
@@ -117,6 +118,7 @@ def metrics_of(result: Result, *, streamed: bool = False) -> Metrics:
         slo=msgspec.convert(slo, SloVerdict, from_attributes=True) if has_limit else None,
         timeline=tuple(msgspec.convert(span, Span, from_attributes=True) for span in result.timeline),
         server_timing=timeline.server_timing(result) if streamed else UNSET,
+        clock_error_s=metrics.clock_error_s or UNSET,
     )
 
 
