@@ -10,11 +10,12 @@ import torch
 
 from hydra_engine.backend.select import weights_dtype
 from hydra_engine.cache.blocks import CacheManager
+from hydra_engine.clock import SharedClock
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.messages import WIRE_VERSION, Failed, Loading, Ready
 from hydra_engine.core.reports import InstanceSummary
 from hydra_engine.errors import HydraError
-from hydra_engine.instance.compute_stack import ComputeStack, build_worker
+from hydra_engine.instance.compute_stack import THIS_MACHINE, ComputeStack, build_worker
 from hydra_engine.instance.hooks import Connect, Hooks, make_gate, make_hooks
 from hydra_engine.instance.instance import Instance
 from hydra_engine.instance.ports import ALONE, Inbox, InstanceContext, Outbox
@@ -37,6 +38,7 @@ def run_instance(
     connect: Connect | None = None,
     scheduler_class: type[StageScheduler] = StageScheduler,
     worker_class: type[Worker] = Worker,
+    clock: SharedClock = THIS_MACHINE,
     network: BlockNetwork | None = None,
 ) -> int:
     """Builds an instance, sends Ready and serves until Shutdown. Returns the process's exit code: 0, or that of the
@@ -44,37 +46,23 @@ def run_instance(
 
     A HydraError during the start is sent to the frontend as `Failed`; any other exception propagates. `config` has the
     limits of all instances; `wake`: the event that `inbox` sets; `connect` None: there are no peers; `network`: for
-    those on other nodes. Benchmarks replace `scheduler_class` and `worker_class` by baselines.
+    those on other nodes; `clock`: of all stamps that travel. Benchmarks replace `scheduler_class` and `worker_class` by
+    baselines.
     """
     config = config.for_instance(name, context.role)
     began, progress = time.monotonic(), _Progress(outbox).report
     with torch.inference_mode():
         try:
-            stack = build_worker(config, wake, progress, context, worker_class, make_gate)
+            stack = build_worker(config, wake, progress, context, worker_class, make_gate, clock)
             hooks = make_hooks(stack, wake, progress, connect, network)
-            resolved, plan = stack.config, stack.plan
-            scheduler = scheduler_class(
-                context.role,
-                CacheManager(plan.num_kv_blocks, resolved.cache.block_size),
-                CacheManager(plan.num_image_blocks, resolved.cache.image_block_size),
-                resolved.scheduler,
-                instance=name,
-                reuse=resolved.cache.prefix_caching,
-                num_snapshots=plan.num_snapshots if plan.num_state_slots else None,
-                num_state_blocks=plan.num_state_blocks,
-                budgets=hooks.budgets,
-                observer=hooks.observer,
-                connector=hooks.connector,
-                vision_plans=stack.worker.vision_plans,
-            )
             instance = Instance(
-                scheduler=scheduler,
+                scheduler=_make_scheduler(name, stack, hooks, scheduler_class),
                 worker=stack.worker,
                 inbox=inbox,
                 outbox=outbox,
                 wake=wake,
                 clock=stack.clock,
-                look_ahead=bool(resolved.scheduler.look_ahead),
+                look_ahead=bool(stack.config.scheduler.look_ahead),
                 migration=hooks.migration,
                 clock_error=lambda: stack.clock.error_s,
             )
@@ -88,6 +76,26 @@ def run_instance(
         finally:
             stack.worker.close()
     return 0
+
+
+def _make_scheduler(
+    name: str, stack: ComputeStack, hooks: Hooks, scheduler_class: type[StageScheduler]
+) -> StageScheduler:
+    config, plan = stack.config, stack.plan
+    return scheduler_class(
+        stack.context.role,
+        CacheManager(plan.num_kv_blocks, config.cache.block_size),
+        CacheManager(plan.num_image_blocks, config.cache.image_block_size),
+        config.scheduler,
+        instance=name,
+        reuse=config.cache.prefix_caching,
+        num_snapshots=plan.num_snapshots if plan.num_state_slots else None,
+        num_state_blocks=plan.num_state_blocks,
+        budgets=hooks.budgets,
+        observer=hooks.observer,
+        connector=hooks.connector,
+        vision_plans=stack.worker.vision_plans,
+    )
 
 
 def _summary(

@@ -49,6 +49,7 @@ from hydra_engine.worker.ports import NO_GATE, Gate
 from hydra_engine.worker.worker import Worker
 
 Progress = Callable[[str, int, int], None]  # what, done, total
+THIS_MACHINE = MonotonicClock()
 _SMALLER = "lower --gpu-memory-utilization or the caches' sizes, --token-budget, --max-num-seqs or --image-budget"
 
 
@@ -79,7 +80,7 @@ def build_worker(
     context: InstanceContext = ALONE,
     worker_class: type[Worker] = Worker,
     make_gate: Callable[[Device, SchedulerConfig], Gate] | None = None,
-    clock: SharedClock | None = None,
+    clock: SharedClock = THIS_MACHINE,
 ) -> ComputeStack:
     """Loads the model, allocates the caches, warms up and captures graphs. Call it in inference mode; close the worker,
     which sets `wake` at results. Raises HydraError: setting, checkpoint, memory, a device that cannot run it."""
@@ -113,7 +114,6 @@ def build_worker(
             share=share if context.role.needs_vision else None,
         )
         states = allocate_states(spec, plan, dtype, device=on)
-    clock = clock or MonotonicClock()
     worker = worker_class(
         model=model,
         backend=backend,
