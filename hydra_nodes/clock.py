@@ -76,8 +76,8 @@ class SyncedClock:
 
     def _offset_at(self, raw_s: float) -> float:
         left_s = self._best.offset_s - self._offset_s
-        most_s = _MAX_SLEW * max(raw_s - self._slewing_s, 0.0)
-        return self._offset_s + min(max(left_s, -most_s), most_s)
+        max_step_s = _MAX_SLEW * max(raw_s - self._slewing_s, 0.0)
+        return self._offset_s + min(max(left_s, -max_step_s), max_step_s)
 
 
 def _bound_of(sample: ClockSample) -> _Bound:

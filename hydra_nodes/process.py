@@ -72,7 +72,7 @@ def main(load: Callable[[], Callable[..., int]] = process.load_instance) -> int:
         session.observe_clock = clock.observe
         end = InstanceSocket(sock, session)
         host = order.host or sock.getsockname()[0]
-        network = TcpBlocks(order.secret, greeting, host, clock=clock)
+        network = TcpBlocks(order.secret, greeting, host)
         run_instance = partial(load(), clock=clock, network=network)
         start = end.receive_start()
     except (WireError, OSError, EOFError) as error:

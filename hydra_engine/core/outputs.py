@@ -115,9 +115,9 @@ class SloReport:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Latencies in seconds. `tpot_s` is (last - first token) / (tokens - 1); None for fewer than two tokens. `encode_s`,
-    `prefill_s` and `decode_s` are sums of the spans of these stages, `queue_s` of waits for a lane, for blocks or before
-    late tokens, not for images, transfers or another instance. `clock_error_s`: the largest of times of other nodes."""
+    """Latencies in seconds. `tpot_s` is (last - first token) / (tokens - 1); None for fewer than two tokens.
+    `encode_s`, `prefill_s` and `decode_s` are sums of the spans of these stages, `queue_s` of waits for a lane, for
+    blocks or before late tokens, not for images, transfers or another instance. `clock_error_s`: of times elsewhere."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
