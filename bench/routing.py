@@ -1,7 +1,8 @@
 """Times routing decisions, by the number of instances: where a request with pictures prefills, where they are encoded,
 and where it decodes.
 
-The router is that of the frontend, over instances that are all connected, report step times and hold random loads.
+The router is that of the frontend, over instances that are all connected, report step times and hold random loads, to
+which each choice adds its own.
 Topologies: instances that can all do everything, and some that encode, prefill and decode.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
@@ -23,6 +25,7 @@ from hydra_engine.core.messages import ToInstance
 from hydra_engine.core.reports import BudgetReport, Status, StepSpeeds
 from hydra_engine.core.request import ImageItem, Request, Slo
 from hydra_engine.core.sampling import SamplingParams
+from hydra_engine.frontend.request import Charge
 from hydra_engine.frontend.routing.instances import Instances
 from hydra_engine.frontend.routing.router import Route, Router
 
@@ -76,7 +79,8 @@ def request(number: int) -> Request:
 
 def measure(roles: list[str], count: int) -> dict[str, list[float]]:
     """Seconds of a core for each of `count` choices, by what is chosen."""
-    router = Router(table(roles, 0))
+    instances = table(roles, 0)
+    router, charges = Router(instances), deque[Charge]()
     spent: dict[str, list[float]] = {"route": [], "decoder": [], "encoders": []}
 
     def timed(what: str, choose: Callable[[], Any]) -> Any:
@@ -93,6 +97,11 @@ def measure(roles: list[str], count: int) -> dict[str, list[float]]:
             timed("decoder", partial(router.decoder, route.prefill, asked.num_prompt, asked.max_new_tokens))
         if route.remote_images:
             timed("encoders", partial(router.encoders, route.prefill, list(enumerate(asked.images))))
+        prefill, tokens = instances[route.prefill], asked.num_prompt
+        charges.append(Charge(prefill, prefill_tokens=tokens, patches=_PICTURES * _PATCHES))
+        charges.append(Charge(instances[route.decode or route.likely_decoder], decode_tokens=tokens))
+        while len(charges) > 4 * len(roles):
+            charges.popleft().release()
     return spent
 
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from hydra_engine.core.instances import Condition, Role, Topology
 from hydra_engine.core.reports import Status
 from hydra_engine.core.request import Request
+from hydra_engine.frontend.routing.estimate import Estimate, Estimates
 from hydra_engine.frontend.routing.instances import InstanceLoad, missing_for_good, missing_now
-from hydra_engine.frontend.routing.pace import Pace
+from hydra_engine.frontend.routing.pace import Line, Pace
 from hydra_engine.frontend.routing.router import REMEMBERED, Route, Router
 from tests.examples import examples
 from tests.frontend.rig import make_request
@@ -305,3 +306,40 @@ def test_no_encoder_gets_more_than_its_share_and_one_image(patches: list[int], e
     assert isinstance(chosen, dict)
     most = max(sum(patches[i] for i in indices) for indices in chosen.values())
     assert most <= sum(patches) / encoders + max(patches)
+
+
+class Fresh(Estimates):
+    """Keeps no estimate."""
+
+    def current(self, load: InstanceLoad) -> Estimate:
+        return Estimate(load, self._ahead)
+
+
+COUNTS = "prefill_tokens", "patches", "decodes", "decode_tokens", "later_decodes", "expected_decodes", "expected_tokens"
+changes = st.one_of(
+    st.tuples(st.sampled_from(COUNTS), st.integers(1, 4000)),
+    st.tuples(st.sampled_from(("max_num_seqs", "kv_tokens")), st.integers(0, 4000)),
+    st.tuples(st.just("status"), st.builds(status, num_running=st.integers(0, 99), kv_blocks_used=st.integers(0, 99))),
+    st.tuples(st.just("pace"), st.builds(Pace, decode=st.builds(Line, st.just(0.01), st.floats(0.0, 0.01)))),
+)
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    st.sampled_from(("3EPD", "2EP+2PD", "2ED+2PD", "E+P+2D")),
+    st.lists(st.tuples(st.integers(0, 3), changes), min_size=1, max_size=12),
+)
+def test_an_estimate_that_is_kept_chooses_as_a_new_one(topology: str, steps: list[tuple[int, tuple[str, Any]]]) -> None:
+    instances = table(topology)
+    kept, fresh = Router(instances), Router(instances)
+    fresh._estimates, fresh._later_estimates = Fresh(ahead=False), Fresh(ahead=True)
+    for number, (place, (field, value)) in enumerate(steps):
+        setattr([*instances.values()][place % len(instances)], field, value)
+        request = make_request(number, images=[16] if number % 2 else [])
+        route = kept.route(request)
+        assert isinstance(route, Route) and route == fresh.route(request)
+        for source in {route.prefill, *([] if topology == "3EPD" else instances)}:
+            assert kept.decoder(source, 8) == fresh.decoder(source, 8)
+            if request.images:
+                pictures = list(enumerate(request.images))
+                assert kept.encoders(source, pictures) == fresh.encoders(source, pictures)

@@ -20,9 +20,9 @@ VISION_SHARE = 0.5
 # Tokens of an answer whose length is not known: most end before their limit.
 ANSWER_TOKENS = 128
 
-# Cost of a decode where it would run, in seconds: by which it and those there would miss the TPOT limit in all, and
-# that it takes and adds to the work of others.
-Decode = tuple[float, float]
+# Cost of a decode where it would run, in seconds: by which it and those there would miss the TPOT limit in all, that it
+# takes and adds to the work of others, and of a step with it.
+Decode = tuple[float, float, float]
 
 # What an estimate is made from.
 _state = attrgetter(
@@ -44,57 +44,75 @@ class Estimate:
     """An instance as its load was when this was made. `ahead`: counts decodes that will probably come from other
     instances too, as a choice does that takes effect behind them."""
 
-    __slots__ = ("_count", "_held", "_pictures_s", "_prompts_s", "_share", "_state", "_step_s", "full", "load")
+    __slots__ = (
+        "_base_s",
+        "_count",
+        "_each_s",
+        "_held",
+        "_patch_s",
+        "_pictures_s",
+        "_prompts_s",
+        "_pulls_s",
+        "_queue_s",
+        "_running_s",
+        "_seen_s",
+        "_share",
+        "_step_s",
+        "full",
+        "load",
+        "stall_s",
+        "state",
+    )
 
     def __init__(self, load: InstanceLoad, ahead: bool = False) -> None:
-        self.load, self._state, pace = load, _state(load), load.pace
-        base_s, each_s = pace.prefill
-        self._prompts_s = base_s + each_s * load.prefill_tokens if load.prefill_tokens else 0.0
-        base_s, each_s = pace.vision
-        self._pictures_s = base_s + each_s * load.patches if load.patches else 0.0
+        self.load, self.state, pace, status = load, _state(load), load.pace, load.status
+        self._base_s, self._each_s = pace.prefill
+        self._queue_s = self._base_s + self._each_s * load.prefill_tokens  # of prompts, whatever comes
+        self._prompts_s = self._queue_s if load.prefill_tokens else 0.0
+        base_s, self._patch_s = pace.vision
+        self._seen_s = base_s + self._patch_s * load.patches
+        self._pictures_s = self._seen_s if load.patches else 0.0
         self._count, self._held, later = load.decodes, load.decode_tokens, load.later_decodes
         if ahead:
             self._count += load.expected_decodes
             self._held += load.expected_tokens
             later += load.expected_decodes
-        self.full = load.status is not None and load.status.kv_used >= NEARLY_FULL
+        self.full, self._pulls_s = False, 0.0  # seconds of the copies that wait
+        if status is not None:
+            self.full = status.kv_used >= NEARLY_FULL
+            self._pulls_s = status.transfer.pulls * status.transfer.pull_s / max(status.transfer.pulled, 1)
         if not ahead:
             self.full = load.nearly_full or self._room(self._count + 1, self._held) < 1.0
+        # Seconds by which each token of a prompt delays the decodes there in all; none within a TPOT limit.
+        self.stall_s = load.decodes * self._each_s if pace.limit_s == math.inf else 0.0
         self._step_s, self._share = 0.0, 1.0  # of the decodes there, and the time that they leave
         if self._count:
             self._step_s = step_s = self._decode_s(0, 0)[0]
             self._share = self._left(step_s)
             if later:  # none of them runs while the first prompt of the queue is computed, all at its end
                 self._share += 0.5 * (1 - self._share) * later / self._count
-
-    @property
-    def is_current(self) -> bool:
-        """True if the load is what it was."""
-        return bool(_state(self.load) == self._state)
+        # Half of the step that runs.
+        self._running_s = 0.5 * min(self._step_s + self._prompts_s, pace.limit_s)
 
     def encoded_s(self, patches: int) -> float:
         """Seconds until the instance would have encoded `patches` more."""
-        own_s = self.load.pace.vision.seconds(self.load.patches + patches)
+        own_s = self._seen_s + self._patch_s * patches
         contested_s = own_s + min(own_s, self._prompts_s)
         return contested_s / min(self._share, VISION_SHARE) if self._step_s else contested_s
 
     def prefilled_s(self, tokens: int, patches: int) -> float:
         """Seconds until the instance would have encoded `patches` and prefilled `tokens` of a request."""
-        load = self.load
-        prompts_s = load.pace.prefill.seconds(load.prefill_tokens + tokens)
+        prompts_s = self._queue_s + self._each_s * tokens
         if patches:
-            return (prompts_s + load.pace.vision.seconds(load.patches + patches)) / self._share
-        return (prompts_s + min(prompts_s, self._pictures_s)) / self._share
+            return (prompts_s + (self._seen_s + self._patch_s * patches)) / self._share
+        pictures_s = self._pictures_s
+        return (prompts_s + (pictures_s if pictures_s < prompts_s else prompts_s)) / self._share
 
     def prefilled_behind_s(self, tokens: int, features_s: float) -> float:
         """Seconds until the instance would have prefilled `tokens` whose features are there in `features_s` seconds."""
         queue_s = self.prefilled_s(tokens, 0)
-        return max(features_s + self.load.pace.prefill.seconds(tokens) / self._share, queue_s)
-
-    def stalled_s(self, tokens: int) -> float:
-        """Seconds by which the prefill of `tokens` delays the decodes there in all; none within a TPOT limit."""
-        pace = self.load.pace
-        return self.load.decodes * pace.prefill.each_s * tokens if pace.limit_s == math.inf else 0.0
+        behind_s = features_s + (self._base_s + self._each_s * tokens) / self._share
+        return behind_s if behind_s > queue_s else queue_s
 
     def join(self, tokens: int, left: int) -> Decode:
         """Cost of a decode of `left` tokens if it joins those there with `tokens` tokens."""
@@ -107,29 +125,28 @@ class Estimate:
             late_s = left * (own_s - limit_s + count * others_s)
         if waits_s := self._prompts_s + self._pictures_s:
             slow_s += waits_s / self._left(after_s) - waits_s / self._share
-        return late_s, slow_s
+        return late_s, slow_s, after_s
 
     def arrive(self, tokens: int, joined: Decode) -> Decode:
         """Cost of a decode that joins and comes from another instance: its second token waits for the copy of its KV,
         for the step that runs here, and for a step of its own."""
-        late_s, slow_s = joined
-        pace, step_s = self.load.pace, self._decode_s(1, tokens)[0]
-        running_s = self._step_s + self._prompts_s
-        copy_s = pace.kv_token_s * tokens
-        if self.load.status is not None and (moved := self.load.status.transfer).pulls:
-            copy_s += moved.pulls * moved.pull_s / max(moved.pulled, 1)
-        gap_s = copy_s + 0.5 * (running_s if running_s < pace.limit_s else pace.limit_s) + step_s
-        return late_s + max(0.0, gap_s - pace.limit_s), slow_s + copy_s
+        late_s, slow_s, step_s = joined
+        pace = self.load.pace
+        copy_s = pace.kv_token_s * tokens + self._pulls_s
+        late_s += max(0.0, copy_s + self._running_s + step_s - pace.limit_s)
+        return late_s, slow_s + copy_s, step_s
 
     def _decode_s(self, more: int, tokens: int) -> tuple[float, float]:
         """Seconds of a step of the decodes there and `more` with `tokens` tokens, and in how many of those steps each
         of them gets a token: more than one where they have no room at once."""
-        pace, rows = self.load.pace, self._count + more
-        held = self._held + tokens
-        base_s, each_s = pace.decode
-        share = self._room(rows, held)
-        # Half by row, half by key.
-        return base_s + each_s * 0.5 * share * (rows + held / pace.context), 1 / share
+        load = self.load
+        rows, held = self._count + more, self._held + tokens
+        base_s, each_s = load.pace.decode
+        keys = held / load.pace.context
+        if 0 < load.max_num_seqs < rows or 0 < load.kv_tokens < held:
+            share = self._room(rows, held)
+            return base_s + each_s * 0.5 * share * (rows + keys), 1 / share
+        return base_s + each_s * 0.5 * (rows + keys), 1.0  # half by row, half by key
 
     def _room(self, rows: int, held: int) -> float:
         """Share of `rows` decodes with `held` tokens that run at once."""
@@ -149,3 +166,17 @@ class Estimate:
         full_s = step_s + pace.chunk_s
         share = 1 - step_s / (full_s if full_s < pace.limit_s else pace.limit_s)
         return share if share > LEAST_SHARE else LEAST_SHARE
+
+
+class Estimates:
+    """The estimate of each instance, made anew when its load has changed. `ahead`: as for `Estimate`."""
+
+    def __init__(self, *, ahead: bool) -> None:
+        self._ahead = ahead
+        self._made: dict[str, Estimate] = {}
+
+    def current(self, load: InstanceLoad) -> Estimate:
+        made = self._made.get(load.name)
+        if made is None or made.load is not load or made.state != _state(load):
+            made = self._made[load.name] = Estimate(load, self._ahead)
+        return made

@@ -192,20 +192,17 @@ def prefillers(
 ) -> list[InstanceLoad] | Role:
     """Returns the instances that can prefill a request and reach one for every other stage, or the stage that none can
     serve. `usable`: default those that are ready; `any_pair`: pairs that are down now count too."""
-    ready = Condition.READY
+    ready, prefills = Condition.READY, Role.P.value
     candidates = [one for one in instances if (usable(one) if usable else one.condition is ready)]
-    able = [instance for instance in candidates if instance.serves(Role.P)]
+    able = [one for one in candidates if one.role._value_ & prefills]
     if not able:
         return Role.P
     for stage in (Role.D, Role.E) if images else (Role.D,):
-        if all(instance.serves(stage) for instance in able):
+        wanted = stage.value
+        if not [one for one in able if not one.role._value_ & wanted]:
             continue
-        names = {instance.name for instance in candidates if instance.serves(stage)}
-        able = [
-            instance
-            for instance in able
-            if instance.name in names or (names if any_pair else not names.isdisjoint(instance.pairs))
-        ]
+        names = {one.name for one in candidates if one.role._value_ & wanted}
+        able = [one for one in able if one.name in names or (names if any_pair else not names.isdisjoint(one.pairs))]
         if not able:
             return stage
     return able

@@ -10,17 +10,18 @@ from __future__ import annotations
 import math
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from hydra_engine.core.instances import Condition, Role
 from hydra_engine.core.request import ImageItem, Request
-from hydra_engine.frontend.routing.estimate import ANSWER_TOKENS, Decode, Estimate
+from hydra_engine.frontend.routing.estimate import ANSWER_TOKENS, Decode, Estimate, Estimates
 from hydra_engine.frontend.routing.instances import InstanceLoad, prefillers
 
+_E, _P, _D = Role.E.value, Role.P.value, Role.D.value  # bits of stages, as `in` takes four times as long
 LEAST_LOADED, AFFINITY, ROUND_ROBIN = "least-loaded", "affinity", "round-robin"
 
 # Entries of each memory; a cache holds fewer long prompts than that.
@@ -60,57 +61,74 @@ class _Helpers:
     for the other's features or room unless it cannot do that itself, so no two wait for each other."""
 
     def __init__(
-        self, instances: Iterable[InstanceLoad], able: Sequence[InstanceLoad], request: Request, patches: int
+        self,
+        estimates: Mapping[str, Estimate],
+        able: Sequence[InstanceLoad],
+        request: Request,
+        patches: int,
     ) -> None:
         self._tokens, self._left = request.num_prompt, min(request.max_new_tokens, ANSWER_TOKENS)
-        self.estimates: dict[str, Estimate] = {}
         self._joined: dict[str, Decode] = {}
-        apart = [load for load in instances if not load.serves(Role.P)]
-        encode, images = _helping(instances, apart, able, Role.E) if patches else [], len(request.images)
-        self.encode = bool(encode)
-        num_apart = sum(not load.serves(Role.P) for load in encode)
+        ready = [estimate.load for estimate in estimates.values()]
+        apart = [load for load in ready if not load.role._value_ & _P]
+        encode, images = _helping(ready, apart, able, _E) if patches else [], len(request.images)
+        num_apart = sum(not load.role._value_ & _P for load in encode)
         part = -(-patches // max(min(images, num_apart or len(encode)), 1))
-        self._encoders = sorted(((self._make(load).encoded_s(part), load) for load in encode), key=itemgetter(0))
-        decode = [self._make(load) for load in _helping(instances, apart, able, Role.D)]
-        arriving = ((one.full, one.arrive(self._tokens, self._join(one)), one.load) for one in decode)
-        self._decoders = sorted(arriving, key=itemgetter(0, 1))
-        self._encoders_apart = [entry for entry in self._encoders if not entry[1].serves(Role.P)]
-        self._decoders_apart = [entry for entry in self._decoders if not entry[2].serves(Role.P)]
+        encoders = [(estimates[load.name].encoded_s(part), load) for load in encode]
+        decoders = []
+        for load in _helping(ready, apart, able, _D):
+            estimate = estimates[load.name]
+            joined = self._joined[load.name] = estimate.join(self._tokens, self._left)
+            decoders.append(((estimate.full, estimate.arrive(self._tokens, joined)), load))
+        self.encoders, self._decoders = _Ranking(encoders), _Ranking(decoders)
+        self.encoders_apart = _Ranking([entry for entry in encoders if not entry[1].role._value_ & _P])
+        self._decoders_apart = _Ranking([entry for entry in decoders if not entry[1].role._value_ & _P])
 
-    def _make(self, load: InstanceLoad) -> Estimate:
-        if (estimate := self.estimates.get(load.name)) is None:
-            estimate = self.estimates[load.name] = Estimate(load, ahead=True)
-        return estimate
-
-    def _join(self, estimate: Estimate) -> Decode:
-        joined = self._joined[estimate.load.name] = estimate.join(self._tokens, self._left)
-        return joined
-
-    def encoded_s(self, load: InstanceLoad) -> float | None:
-        """Seconds until another instance would have encoded the images; None if none may do that for this one."""
-        for seconds, other in self._encoders_apart if load.serves(Role.E) else self._encoders:
-            if other.name in load.pairs:
-                return seconds
-        return None
-
-    def decode(self, estimate: Estimate, full: bool) -> tuple[Decode, str]:
+    def decode(self, estimate: Estimate) -> tuple[Decode, str]:
         """Returns the cost of the decode after a prefill at this instance, and where it will be."""
         load = estimate.load
-        stays = load.serves(Role.D)
-        own = (self._joined.get(load.name) or estimate.join(self._tokens, self._left)) if stays else (0.0, 0.0)
-        for there_full, arriving, other in self._decoders_apart if stays else self._decoders:
-            if other.name in load.pairs:
-                moves = not stays or (there_full, arriving) < (full, own)
-                return (arriving, other.name) if moves else (own, load.name)
-        return own, load.name if stays else ""
+        if not load.role._value_ & _D:
+            best = self._decoders.best_for(load)
+            return ((0.0, 0.0, 0.0), "") if best is None else (best[0][1], best[1].name)
+        own = self._joined.get(load.name) or estimate.join(self._tokens, self._left)
+        best = self._decoders_apart.best_for(load)
+        if best is not None and best[0] < (estimate.full, own):
+            return best[0][1], best[1].name
+        return own, load.name
+
+
+_Cost = TypeVar("_Cost", float, tuple[bool, Decode])
+
+
+class _Ranking(Generic[_Cost]):
+    """Instances with the cost of each, which are ordered only where that is needed: usually all are connected, and the
+    best of all is the best for each."""
+
+    def __init__(self, entries: list[tuple[_Cost, InstanceLoad]]) -> None:
+        self._entries: list[tuple[_Cost, InstanceLoad]] = entries
+        self._least: tuple[_Cost, InstanceLoad] | None = min(entries, key=itemgetter(0), default=None)
+        self._is_sorted = False
+
+    def __bool__(self) -> bool:
+        return self._least is not None
+
+    def best_for(self, load: InstanceLoad) -> tuple[_Cost, InstanceLoad] | None:
+        """The one with the least cost that is connected with this instance."""
+        least = self._least
+        if least is None or least[1].name in load.pairs:
+            return least
+        if not self._is_sorted:
+            self._entries.sort(key=itemgetter(0))
+            self._is_sorted = True
+        return next((entry for entry in self._entries if entry[1].name in load.pairs), None)
 
 
 def _helping(
-    instances: Iterable[InstanceLoad], apart: Iterable[InstanceLoad], able: Sequence[InstanceLoad], stage: Role
+    ready: Sequence[InstanceLoad], apart: Sequence[InstanceLoad], able: Sequence[InstanceLoad], stage: int
 ) -> list[InstanceLoad]:
     """The instances that may serve `stage` for one of `able`; `apart`: those that do not prefill."""
-    others = apart if all(load.serves(stage) for load in able) else instances
-    return [load for load in others if load.serves(stage) and load.usable]
+    others = ready if [load for load in able if not load.role._value_ & stage] else apart
+    return [load for load in others if load.role._value_ & stage]
 
 
 class Router:
@@ -121,6 +139,8 @@ class Router:
         self._instances = instances
         self._policy = policy
         self._turn = 0
+        self._estimates = Estimates(ahead=False)
+        self._later_estimates = Estimates(ahead=True)  # of what takes effect behind what waits now
         self._turns: dict[str, dict[str, int]] = {"E": {}, "P": {}, "D": {}}  # when each was chosen last for a stage
         self._prompts = _Memory()
         self._prefilled = _Memory()  # by image digest
@@ -151,26 +171,28 @@ class Router:
         """Returns the instance for the prefill, whether the images are encoded elsewhere, and where it decodes."""
         tokens, features = request.num_prompt, request.num_image_tokens
         patches = sum(image.num_patches for image in request.images)
-        helpers = _Helpers(self._instances.values(), able, request, patches)
+        ready, current = Condition.READY, self._later_estimates.current
+        estimates = {name: current(load) for name, load in self._instances.items() if load.condition is ready}
+        helpers, turns = _Helpers(estimates, able, request, patches), self._turns["P"]
         hits, ttft_s = self._hits(request), math.inf if request.slo.ttft_s is None else request.slo.ttft_s
-        estimates, turns = helpers.estimates, self._turns["P"]
         least: tuple[bool, float, float, int] | None = None
         for load in able:
-            estimate = estimates.get(load.name) or Estimate(load, ahead=True)
+            estimate = estimates[load.name]
             todo, fresh = tokens, patches
             if hits and (hit := hits.get(load.name)) is not None:
                 todo, fresh = max(tokens - hit.tokens, 1), patches - hit.patches
             first_s, remote = estimate.prefilled_s(todo, fresh), False
-            if helpers.encode and (encoded_s := helpers.encoded_s(load)) is not None:
+            encoders = helpers.encoders_apart if load.role._value_ & _E else helpers.encoders
+            if encoders and (best := encoders.best_for(load)) is not None:
+                encoded_s = best[0]
                 copied_s = encoded_s + load.pace.feature_s * features
                 behind_s = estimate.prefilled_behind_s(todo, copied_s)
-                remote = behind_s < first_s or not load.serves(Role.E)
+                remote = behind_s < first_s or not load.role._value_ & _E
                 first_s = behind_s if remote else first_s
-            full = estimate.full
-            (late_s, slow_s), decoder = helpers.decode(estimate, full)
+            (late_s, slow_s, _), decoder = helpers.decode(estimate)
             if first_s > ttft_s:
                 late_s += first_s - ttft_s
-            key = full, late_s, first_s + slow_s + estimate.stalled_s(todo), turns.get(load.name, 0)
+            key = estimate.full, late_s, first_s + slow_s + estimate.stall_s * todo, turns.get(load.name, 0)
             if least is None or key < least:
                 least, chosen = key, (load, remote, decoder)
         return chosen
@@ -188,7 +210,7 @@ class Router:
         if not candidates:
             return Role.E
         added = dict.fromkeys((candidate.name for candidate in candidates), 0)
-        estimates = {candidate.name: Estimate(candidate) for candidate in candidates}
+        estimates = {candidate.name: self._estimates.current(candidate) for candidate in candidates}
         chosen: dict[str, list[int]] = {}
         for index, image in sorted(images, key=lambda pair: (-pair[1].num_patches, pair[0])):
             known = self._known(self._encoded, image.digest)
@@ -217,7 +239,7 @@ class Router:
         left = min(left, ANSWER_TOKENS)
 
         def cost(load: InstanceLoad) -> tuple[float, ...]:
-            estimate = Estimate(load)
+            estimate = self._estimates.current(load)
             return estimate.full, *estimate.arrive(num_tokens, estimate.join(num_tokens, left))
 
         return self._choose("D", candidates, cost).name
