@@ -12,11 +12,12 @@ import msgspec
 from hydra_engine.cluster.channel import FrontendSocket
 from hydra_engine.errors import ResourceError
 from hydra_nodes.links import MakeLayer, set_options
-from hydra_nodes.session import HANDSHAKE_S, Greeting, Handshake, Session, SessionError, check_agreement
+from hydra_nodes.session import Greeting, Handshake, Session, SessionError, check_agreement
 
 logger = logging.getLogger(__name__)
 
 MAX_STRANGERS = 64  # connections whose handshake is not over
+STRANGER_S = 30.0  # for a handshake: the agent connects before it starts a process, which imports first
 _RECEIVE_BYTES = 1 << 16
 _BACKLOG = 128
 _RETRY_S = 0.1
@@ -124,7 +125,7 @@ class Listener:
         layer = self._make_layer(True) if self._make_layer is not None else None
         handshake = Handshake(self._secret, answer=self._answer, layer=layer)
         try:
-            async with asyncio.timeout(HANDSHAKE_S):
+            async with asyncio.timeout(STRANGER_S):
                 while handshake.session is None:
                     data = await loop.sock_recv(sock, _RECEIVE_BYTES)
                     if not data:
@@ -135,7 +136,7 @@ class Listener:
                         if outgoing := handshake.take_outgoing():
                             await loop.sock_sendall(sock, outgoing)
         except TimeoutError as error:
-            raise SessionError(f"it did not introduce itself within {HANDSHAKE_S:g} s") from error
+            raise SessionError(f"it did not introduce itself within {STRANGER_S:g} s") from error
         return handshake.session
 
     def _answer(self, theirs: Greeting) -> Greeting:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from hydra_engine.cluster import channel
 from hydra_engine.cluster.channel import FrontendEnd
 from hydra_engine.cluster.children import Child
@@ -204,12 +206,17 @@ class Member:
         letters = self.loaded.letters
         return channel.Start(WIRE_VERSION, self.name, letters, self.config, incarnation, neighbours, has_peers)
 
-    def become_ready(self, summary: InstanceSummary, now: float) -> None:
+    def become_ready(self, summary: InstanceSummary, now: float) -> InstanceSummary:
+        """Returns the summary with the device as the cluster knows it: a process sees only its own GPU, as cuda:0."""
+        if self.node:
+            device = summary.device if self.config.device == "auto" else self.config.device
+            summary = msgspec.structs.replace(summary, device=f"{self.node}:{device}")
         self.summary = summary
         self.condition = Condition.READY
         self.reason = ""
         self.ready_s = now
         self.silence.heartbeat(now)
+        return summary
 
     def served_s(self, now: float) -> float:
         return now - self.ready_s if self.ready_s is not None else 0.0

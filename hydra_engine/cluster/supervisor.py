@@ -202,12 +202,12 @@ class Supervisor:
                 self._on_peer_state(member, message, now)
 
     def _on_ready(self, member: Member, child: Child, message: Ready, now: float) -> None:
-        member.become_ready(message.summary, now)
+        summary = member.become_ready(message.summary, now)
         if member.role != member.loaded:
             child.end.send([SetRole(member.role.letters)])
         device = member.config.device
         self._listener.on_up(
-            InstanceLink(member.name, member.loaded, device, child.incarnation, child.end, message.summary, child.pid)
+            InstanceLink(member.name, member.loaded, device, child.incarnation, child.end, summary, child.pid)
         )
         self._pairs.join(member.name, now)
         self._connect_due(now)

@@ -93,10 +93,7 @@ class Frontend:
         self._preprocess_tasks: dict[RequestId, asyncio.Task[None]] = {}
         self._next_id: Callable[[], RequestId] = map(RequestId, itertools.count(1)).__next__
         topology = config.parsed_topology
-        placed = topology.with_devices(topology.devices(config.device))
-        specs = dict(zip(topology.names, placed.instances, strict=True))
-        self._places = {name: spec.place for name, spec in specs.items() if spec.node}
-        roles = {name: spec.role for name, spec in specs.items()}
+        roles = {name: spec.role for name, spec in zip(topology.names, topology.instances, strict=True)}
         self._dispatcher = Dispatcher(config, roles, send=self._send, next_id=self._next_id, report=self._report)
         self._stand_ins = StandIns(self._dispatcher.instances, self._supervisor.set_role)
         self._dispatcher.on_loss = self._stand_in
@@ -155,7 +152,7 @@ class Frontend:
         beside = asyncio.gather(texts.start(), loader.warm_up())
         try:
             await self._supervisor.start(self)
-            check_fits(self._summaries.values(), self._places)
+            check_fits(self._summaries.values())
             tokenizer, _ = await beside
             self._preprocessor = Preprocessor(
                 spec=spec,

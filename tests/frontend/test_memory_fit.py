@@ -41,10 +41,6 @@ def test_what_fits_to_the_byte_is_taken() -> None:
     assert "p0" in refusal(instances, 19)
     other = [replace(instance, device=instance.name) for instance in instances]
     check_memory(other, 10)
-    on_nodes = [replace(instance, device_bytes=10) for instance in instances]
-    check_fits(on_nodes, {"p0": "a:cuda:0", "d0": "b:cuda:0"})
-    with pytest.raises(ResourceError):
-        check_fits(on_nodes, dict.fromkeys(("p0", "d0"), "a"))
 
 
 def test_caches_that_are_too_large_come_with_the_share_that_fits() -> None:

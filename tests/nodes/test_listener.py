@@ -92,7 +92,7 @@ async def test_a_port_that_is_taken_is_refused_with_the_node() -> None:
 
 async def test_strangers_take_no_more_than_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_STRANGERS", 2)
-    monkeypatch.setattr(module, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(module, "STRANGER_S", 0.2)
     async with listening() as opened:
         expected = opened.expect("p0", 7)
         silent = [socket.create_connection(opened.address) for _ in range(2)]

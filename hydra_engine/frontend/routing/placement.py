@@ -47,13 +47,12 @@ def _known(named: Iterable[str]) -> tuple[str, ...]:
     return devices.names() if any(device != devices.CPU for device in named) else (devices.CPU,)
 
 
-def check_fits(summaries: Iterable[InstanceSummary], places: Mapping[str, str] | None = None) -> None:
+def check_fits(summaries: Iterable[InstanceSummary]) -> None:
     """Raises ResourceError if the instances of a device hold more than its memory; it names them and what would fit.
-    `places`: node and device of instances on other machines, by name. Needed because configured sizes apply per
-    instance, and because pages are not allocated before they are written."""
-    by_device: dict[tuple[str, str], list[InstanceSummary]] = {}
+    Needed because configured sizes apply per instance, and because pages are not allocated before they are written."""
+    by_device: dict[str, list[InstanceSummary]] = {}
     for summary in summaries:
-        by_device.setdefault(((places or {}).get(summary.name, ""), summary.device), []).append(summary)
+        by_device.setdefault(summary.device, []).append(summary)
     for together in by_device.values():
         _check_device(together, together[0].device_bytes)
 
