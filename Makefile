@@ -6,11 +6,12 @@ BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE :=
 NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo serve test test-all test-isa coverage siege check docs support papers bench peers gpu-check gpu-wheels build dist images clean help
+.PHONY: demo serve ray test test-all test-isa coverage siege check docs support papers bench peers gpu-check gpu-wheels build dist images clean help
 
 help:
 	@echo "make demo    three pictures and a text question through the shipped model"
 	@echo "make serve   the OpenAI-compatible server on the shipped model, http://127.0.0.1:8000"
+	@echo "make ray     Ray beside the project's packages, in .ray-venv: for serve --cluster ray on several machines"
 	@echo "make test    the test suite, four minutes on two cores; ISA=avx2 as on a processor without AVX-512"
 	@echo "make test-all  the campaigns behind it: slow tests, every example of properties, processes that start in full"
 	@echo "make test-isa  the kernels of every instruction set, emulated where the processor lacks them"
@@ -50,6 +51,10 @@ demo: $(VENV)/.run
 
 serve: $(VENV)/.run
 	@$(BIN)/python -m hydra_engine serve demo $(ARGS)
+
+# An environment of its own on top of .venv, .ray-venv: nothing else needs Ray.
+ray: $(VENV)/.run
+	@$(BIN)/python -m tools.ray_environment
 
 # `make test ISA=avx2`: as on a processor that has no more instructions (scalar, avx2, avx512, avx512bf16, amx).
 ISA_TORCH = $(if $(filter scalar,$(ISA)),default,$(if $(filter avx2,$(ISA)),avx2,avx512))
@@ -140,4 +145,4 @@ images:
 	@sh deploy/build-images.sh $(IMAGES)
 
 clean:
-	rm -rf $(VENV) build dist hydra_engine/*.so
+	rm -rf $(VENV) .ray-venv build dist hydra_engine/*.so

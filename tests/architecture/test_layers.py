@@ -330,6 +330,14 @@ def test_only_the_backend_knows_devices() -> None:
     assert in_all_modules(devices) == []
 
 
+def test_one_module_imports_ray() -> None:
+    """Only a cluster needs it, so that it is imported where it is used."""
+    words = ("import ray", 'import_module("ray', "from ray")
+    found = {name_of(path) for path in modules() if any(word in text_of(path) for word in words)}
+    assert found == {"hydra_nodes/ray_launcher.py"}
+    assert not [module for module, _ in imports_of(ROOT / "hydra_nodes/ray_launcher.py") if module.startswith("ray")]
+
+
 BANNED_MODULES = {"pickle", "marshal", "shelve", "dill", "multiprocessing"}
 
 
@@ -375,7 +383,8 @@ gc.disable()  # there is nothing to collect in what is imported
 import hydra_engine
 print([name for name in sys.modules if name.startswith("hydra_engine.")])
 import hydra_engine.engine, hydra_engine.server.runner, hydra_engine.cli.serve
-print([name for name in ("torch", "triton", "hydra_engine.models.vlm") if name in sys.modules])
+heavy = ("torch", "triton", "ray", "hydra_nodes", "hydra_engine.models.vlm")
+print([name for name in heavy if name in sys.modules])
 for name in hydra_engine.__all__:
     getattr(hydra_engine, name)
 for name in sys.argv[1:]:

@@ -17,7 +17,7 @@ import time
 import urllib.error
 import urllib.request
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,11 @@ _FINISHED = "vllm:request_success_total{"
 class Served:
     """A server process and its `url`."""
 
-    def __init__(self, *arguments: str) -> None:
-        command = [*COMMAND, *arguments]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    def __init__(
+        self, *arguments: str, command: Sequence[str] = COMMAND, environment: Mapping[str, str] | None = None
+    ) -> None:
+        command = [*command, *arguments]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
         assert self.process.stderr is not None
         self.log: list[str] = []
         for line in self.process.stderr:

@@ -1,0 +1,278 @@
+"""`--cluster ray`: an agent for each instance, placed by Ray, which also watches them and starts dead ones again.
+
+The only module that imports Ray. Nodes are called as Ray calls them: by `ray start --node-name`, else by their host
+names or addresses. One placement group holds all resources of a topology, a bundle for each device of a node, and each
+agent is an actor in its bundle, so that Ray sets the visible devices. What passes through Ray is calls of agents: no
+byte of a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections import Counter
+from collections.abc import Awaitable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from hydra_engine.config import EngineConfig
+from hydra_engine.core.instances import InstanceSpec
+from hydra_engine.errors import ConfigError, ResourceError
+from hydra_nodes.agent import Address, NodeAgent
+from hydra_nodes.children import AgentLost
+from hydra_nodes.launcher import NodeLauncher, PlacedAgent
+
+PLACE_S = 30.0  # for Ray to place the bundles and start the agents
+CPU, GPU = "CPU", "GPU"  # names of Ray's resources
+_MAX_NAMED = 8  # nodes named in an error
+
+
+def find_token() -> str | None:
+    """Returns where Ray finds its token, which it looks for in the environment, then in files; None if nowhere."""
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return "RAY_AUTH_TOKEN"
+    path = os.environ.get("RAY_AUTH_TOKEN_PATH") or str(Path.home() / ".ray" / "auth_token")
+    return path if Path(path).is_file() and Path(path).stat().st_size > 0 else None
+
+
+def facts() -> dict[str, str]:
+    """Returns what must be the same on all nodes, and whether Ray checks tokens on this one."""
+    return {
+        "Python": ".".join(map(str, sys.version_info[:2])),
+        "hydra-engine": import_module("hydra_engine").__version__,
+        "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "disabled"),
+    }
+
+
+class RayAgent(NodeAgent):
+    """The actor: an agent that says what its node has."""
+
+    async def facts(self) -> dict[str, str]:
+        return facts()
+
+
+class _Calls:
+    """Calls of an actor as an `Agent`."""
+
+    def __init__(self, actor: Any, node: str) -> None:
+        self._actor = actor
+        self._node = node
+
+    async def start(self, name: str, incarnation: int, frontend: Address, order: bytes) -> None:
+        await self._call(self._actor.start.remote(name, incarnation, frontend, order))
+
+    async def wait(self, incarnation: int) -> str:
+        return str(await self._call(self._actor.wait.remote(incarnation)))
+
+    async def kill(self, incarnation: int) -> None:
+        await self._call(self._actor.kill.remote(incarnation))
+
+    async def listen(self, incarnation: int, peer: str, peer_incarnation: int, ticket: bytes, host: str) -> Address:
+        address: Address = await self._call(
+            self._actor.listen.remote(incarnation, peer, peer_incarnation, ticket, host)
+        )
+        return address
+
+    async def dial(self, incarnation: int, peer: str, peer_incarnation: int, ticket: bytes, address: Address) -> None:
+        await self._call(self._actor.dial.remote(incarnation, peer, peer_incarnation, ticket, address))
+
+    async def _call(self, reference: Awaitable[Any]) -> Any:
+        errors = import_module("ray.exceptions")
+        try:
+            return await reference
+        except errors.RayActorError as error:  # also ActorUnavailableError
+            raise AgentLost(f"was lost: Ray does not reach node {self._node}") from error
+
+
+class RayCluster:
+    """The agents of a topology in a Ray cluster that is joined, or started here if there is none."""
+
+    def __init__(self) -> None:
+        self._ray: Any = None
+        self._group: Any = None
+        self._actors: list[Any] = []
+
+    async def place(self, config: EngineConfig) -> tuple[tuple[str, str], Mapping[str, PlacedAgent]]:
+        check_token()
+        specs = specs_by_name(config)
+        await asyncio.to_thread(self._join, config.cluster.ray_address)
+        nodes = _alive_nodes(self._ray)
+        by_name = {spec.node: find_node(nodes, spec.node) for spec in specs.values()}
+        bundles = bundles_by_device(specs, by_name)
+        await self._reserve(list(bundles.values()))
+        places = self._start_agents(specs, by_name, list(bundles))
+        await self._check_agents(places)
+        host = str(self._ray.util.get_node_ip_address())
+        return (next((_names(node)[0] for node in nodes if host in _names(node)), host), host), places
+
+    def _join(self, address: str | None) -> None:
+        """Connects this process with the cluster. Raises ConfigError."""
+        os.environ["RAY_AUTH_MODE"] = "token"
+        try:
+            self._ray = import_module("ray")
+        except ImportError as error:
+            raise ConfigError(
+                f"--cluster ray needs the package ray, which is not here ({error}); install it with `make ray` or "
+                "`pip install 'ray>=2.60,<3'`",
+                param="launcher",
+            ) from error
+        try:
+            self._ray.init(address=address, logging_level="error", namespace="hydra-engine")
+        except (ConnectionError, RuntimeError, ValueError, PermissionError) as error:
+            reason = str(error).strip().splitlines()[0][:200]
+            raise ConfigError(f"the Ray cluster cannot be joined: {reason}", param="ray_address") from error
+
+    async def _reserve(self, bundles: list[dict[str, float]]) -> None:
+        """Raises ResourceError if the cluster has no room for the bundles."""
+        self._group = self._ray.util.placement_group(bundles, strategy="PACK")
+        try:
+            await asyncio.wait_for(self._group.ready(), PLACE_S)
+        except TimeoutError as error:
+            wanted = "; ".join(", ".join(f"{n:g} {kind}" for kind, n in bundle.items()) for bundle in bundles)
+            raise ResourceError(
+                f"Ray did not place the topology within {PLACE_S:g} s: it needs {wanted}; `ray status` shows what is "
+                "free",
+                param="topology",
+            ) from error
+
+    def _start_agents(
+        self, specs: Mapping[str, InstanceSpec], nodes: Mapping[str, dict[str, Any]], bundles: list[tuple[str, str]]
+    ) -> dict[str, PlacedAgent]:
+        strategy = import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
+        together = Counter((spec.node, spec.device) for spec in specs.values())
+        places = {}
+        for name, spec in specs.items():
+            key = (spec.node, spec.device)
+            has_gpu = _has_gpu(spec, nodes[spec.node])
+            actor = (
+                self._ray.remote(RayAgent)
+                .options(
+                    num_cpus=1,
+                    num_gpus=1 / together[key] if has_gpu else 0,
+                    max_restarts=-1,
+                    max_concurrency=64,
+                    scheduling_strategy=strategy(self._group, placement_group_bundle_index=bundles.index(key)),
+                )
+                .remote(spec.node)
+            )
+            self._actors.append(actor)
+            device = "cuda:0" if spec.device.startswith("cuda") else spec.device
+            host = str(nodes[spec.node]["NodeManagerAddress"])
+            places[name] = PlacedAgent(_Calls(actor, spec.node), spec.node, host, device)
+        return places
+
+    async def _check_agents(self, places: Mapping[str, PlacedAgent]) -> None:
+        """Raises ConfigError if a node has other software than this one, or if its Ray checks no token."""
+        try:
+            async with asyncio.timeout(PLACE_S):
+                all_facts = await asyncio.gather(*(actor.facts.remote() for actor in self._actors))
+        except (TimeoutError, import_module("ray.exceptions").RayError) as error:
+            reason = str(error).strip().splitlines()[-1][:200] if str(error) else f"no answer within {PLACE_S:g} s"
+            raise ConfigError(f"the agents do not start on the nodes: {reason}", param="topology") from error
+        here = facts()
+        for place, there in zip(places.values(), all_facts, strict=True):
+            for fact, value in there.items():
+                if value != here[fact]:
+                    raise ConfigError(
+                        f"node {place.node} has {fact} {value}, this one {here[fact]}; all nodes need the same",
+                        param="topology",
+                    )
+
+    async def free(self) -> None:
+        if self._ray is not None:
+            await asyncio.to_thread(self._leave)
+
+    def _leave(self) -> None:
+        for actor in self._actors:
+            self._ray.kill(actor)
+        self._actors = []
+        if self._group is not None:
+            self._ray.util.remove_placement_group(self._group)
+            self._group = None
+        self._ray.shutdown()
+        self._ray = None
+
+
+class RayLauncher(NodeLauncher):
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config, RayCluster())
+
+
+def check_token() -> None:
+    """Raises ConfigError unless Ray will check a token: without one, anybody who reaches its ports runs code here."""
+    if os.environ.get("RAY_AUTH_MODE", "token") != "token" or find_token() is None:
+        raise ConfigError(
+            "Ray has no token, and without one anybody who reaches its ports can run code; make one with "
+            "`ray get-auth-token --generate`, copy ~/.ray/auth_token to all nodes and start Ray everywhere with "
+            "RAY_AUTH_MODE=token",
+            param="launcher",
+        )
+
+
+def specs_by_name(config: EngineConfig) -> dict[str, InstanceSpec]:
+    """Returns the instances by name. Raises ConfigError if one names no node."""
+    topology = config.parsed_topology
+    placed = topology.with_devices(topology.devices(config.device))
+    for name, spec in zip(topology.names, placed.instances, strict=True):
+        if not spec.node:
+            raise ConfigError(
+                f"topology {config.topology[:80]!r}: instance {name} has no node; write for example E@node1+PD@node2",
+                param="topology",
+            )
+    return dict(zip(topology.names, placed.instances, strict=True))
+
+
+def _alive_nodes(ray: Any) -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _names(node: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(str(node.get(key)) for key in ("NodeName", "NodeManagerHostname", "NodeManagerAddress"))
+
+
+def find_node(nodes: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    """Returns the node of this name. Raises ConfigError if there is none, or several."""
+    for names in zip(*map(_names, nodes), strict=True):
+        found = [node for node, other in zip(nodes, names, strict=True) if other == name]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise ConfigError(
+                f"{len(found)} nodes are called {name}; give them names with `ray start --node-name`", param="topology"
+            )
+    known = [_names(node)[0] for node in nodes]
+    listed = ", ".join(known[:_MAX_NAMED]) + (f" and {len(known) - _MAX_NAMED} others" * (len(known) > _MAX_NAMED))
+    raise ConfigError(
+        f"the Ray cluster has no node {name}, only {listed}; names are given by `ray start --node-name`",
+        param="topology",
+    )
+
+
+def _has_gpu(spec: InstanceSpec, node: Mapping[str, Any]) -> bool:
+    """True if the instance gets a GPU: one that it names, or any where the node has some."""
+    return spec.device.startswith("cuda") or (spec.device == "auto" and node["Resources"].get(GPU, 0) >= 1)
+
+
+def bundles_by_device(
+    specs: Mapping[str, InstanceSpec], nodes: Mapping[str, dict[str, Any]]
+) -> dict[tuple[str, str], dict[str, float]]:
+    """Returns the resources of each device of each node. Raises ResourceError if a node has not so many."""
+    bundles: dict[tuple[str, str], dict[str, float]] = {}
+    for spec in specs.values():
+        address = nodes[spec.node]["NodeManagerAddress"]
+        bundle = bundles.setdefault((spec.node, spec.device), {CPU: 0, f"node:{address}": 0.001})
+        bundle[CPU] += 1
+        if _has_gpu(spec, nodes[spec.node]):
+            bundle[GPU] = 1
+    for name, node in nodes.items():
+        for kind in (CPU, GPU):
+            wanted = sum(bundle.get(kind, 0) for (on, _), bundle in bundles.items() if on == name)
+            if wanted > (has := node["Resources"].get(kind, 0)):
+                raise ResourceError(
+                    f"node {name} has {has:g} {kind} for Ray and the topology needs {wanted:g} there; start Ray with "
+                    f"--num-{kind.lower()}s or put fewer instances on it",
+                    param="topology",
+                )
+    return bundles

@@ -1,0 +1,284 @@
+"""`serve --cluster ray` over two nodes of a Ray cluster on this machine, which tests start in an environment of its
+own: the tokens of one node, and what clients see when an instance or a node dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+import pytest
+
+from hydra_engine.config import ClusterConfig, EngineConfig
+from hydra_engine.core.instances import InstanceSpec, Role
+from hydra_engine.errors import ConfigError, ResourceError
+from hydra_nodes import ray_launcher
+from tests.cluster.conftest import wait_until
+from tests.faults.server import COMMAND
+from tests.server.test_served import QUESTIONS, Served, content_of
+from tools import ray_environment
+
+NODES = [
+    {"NodeName": "a", "NodeManagerHostname": "host1", "NodeManagerAddress": "10.0.0.1", "Resources": {"CPU": 2.0}},
+    {
+        "NodeName": "b",
+        "NodeManagerHostname": "host2",
+        "NodeManagerAddress": "10.0.0.2",
+        "Resources": {"CPU": 8.0, "GPU": 2.0},
+    },
+    {"NodeName": "c", "NodeManagerHostname": "host2", "NodeManagerAddress": "10.0.0.3", "Resources": {"CPU": 1.0}},
+]
+CPU_NODES = 4
+
+
+def config_of(topology: str) -> EngineConfig:
+    return EngineConfig(topology=topology, cluster=ClusterConfig(launcher="ray"))
+
+
+def test_without_a_token_nothing_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match=r"Ray has no token.*`ray get-auth-token --generate`"):
+        ray_launcher.check_token()
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("0123")
+    ray_launcher.check_token()
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.raises(ConfigError, match="Ray has no token"):
+        ray_launcher.check_token()
+
+
+def test_nodes_have_the_names_that_ray_has_for_them() -> None:
+    for name, address in (("a", "10.0.0.1"), ("host1", "10.0.0.1"), ("10.0.0.3", "10.0.0.3")):
+        assert ray_launcher.find_node(NODES, name)["NodeManagerAddress"] == address
+    with pytest.raises(ConfigError, match="2 nodes are called host2; give them names with `ray start --node-name`"):
+        ray_launcher.find_node(NODES, "host2")
+    with pytest.raises(ConfigError, match="the Ray cluster has no node d, only a, b, c;"):
+        ray_launcher.find_node(NODES, "d")
+    with pytest.raises(ConfigError, match="instance pd0 has no node; write for example E@node1"):
+        ray_launcher.specs_by_name(config_of("E@a+PD"))
+
+
+def test_instances_of_one_device_share_a_bundle_and_each_device_has_its_own() -> None:
+    specs = ray_launcher.specs_by_name(config_of("2E@a+P@b:cuda:0+PD@b:cuda:0+D@b:cuda:1"))
+    nodes = {name: ray_launcher.find_node(NODES, name) for name in ("a", "b")}
+    assert ray_launcher.bundles_by_device(specs, nodes) == {
+        ("a", "auto"): {"CPU": 2, "node:10.0.0.1": 0.001},
+        ("b", "cuda:0"): {"CPU": 2, "GPU": 1, "node:10.0.0.2": 0.001},
+        ("b", "cuda:1"): {"CPU": 1, "GPU": 1, "node:10.0.0.2": 0.001},
+    }
+    one_gpu = {"e0": InstanceSpec(Role.E, "auto", "b")}
+    assert ray_launcher.bundles_by_device(one_gpu, nodes) == {
+        ("b", "auto"): {"CPU": 1, "GPU": 1, "node:10.0.0.2": 0.001}
+    }
+    for topology, sentence in (
+        ("3EPD@a", "node a has 2 CPU for Ray and the topology needs 3 there; start Ray with --num-cpus or"),
+        ("E@b:cuda:0+P@b:cuda:1+D@b:cuda:2", "node b has 2 GPU for Ray and the topology needs 3 there"),
+        ("EPD@a:cuda:0", "node a has 0 GPU for Ray and the topology needs 1 there"),
+    ):
+        with pytest.raises(ResourceError, match=sentence):
+            ray_launcher.bundles_by_device(ray_launcher.specs_by_name(config_of(topology)), nodes)
+
+
+class RayNodes:
+    """A Ray cluster of this machine, whose nodes have loopback addresses of their own."""
+
+    def __init__(self, programs: Path) -> None:
+        self.programs = programs
+        self.folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # names of sockets in it must be short
+        token = self.folder / "token"
+        token.write_text("0123456789abcdef" * 2)
+        self.environment = os.environ | {
+            "PATH": f"{programs}:{os.environ['PATH']}",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(token),
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+        self.processes: dict[str, subprocess.Popen[str]] = {}
+
+    def start(self, name: str, host: str, *, head: bool = False) -> None:
+        place = [
+            "--head",
+            "--port",
+            self.address.split(":")[1],
+            "--include-dashboard=false",
+            f"--temp-dir={self.folder}",
+        ]
+        command = [
+            *(str(self.programs / "ray"), "start", "--block", "--node-name", name, "--node-ip-address", host),
+            *("--num-cpus", str(CPU_NODES), "--disable-usage-stats", "--object-store-memory", str(80 << 20)),
+            *(place if head else ["--address", self.address]),
+        ]
+        process = self.processes[name] = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=self.environment,
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if "Ray runtime started" in line:
+                return
+        raise AssertionError("".join(said))
+
+    def kill_raylet(self, name: str) -> None:
+        (raylet,) = [pid for pid in descendants(self.processes[name].pid) if is_named(pid, "raylet/raylet")]
+        os.kill(raylet, signal.SIGKILL)
+
+    def end(self, name: str) -> None:
+        process = self.processes.pop(name)
+        left = descendants(process.pid)
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        for pid in left:
+            if is_named(pid, "ray"):
+                os.kill(pid, signal.SIGKILL)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def is_named(pid: int, part: str) -> bool:
+    try:
+        return part in Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return False
+
+
+def descendants(pid: int) -> list[int]:
+    found, todo = [], [pid]
+    while todo:
+        for task in Path(f"/proc/{todo.pop()}/task").glob("*/children"):
+            todo += map(int, task.read_text().split())
+            found += map(int, task.read_text().split())
+    return found
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayNodes]:
+    try:
+        programs = ray_environment.make()
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"Ray cannot be installed here: {error}")
+    started = RayNodes(programs)
+    try:
+        started.start("a", "127.0.0.1", head=True)
+        started.start("b", "127.0.0.2")
+        yield started
+    finally:
+        for name in reversed(list(started.processes)):
+            started.end(name)
+        rmtree(started.folder, ignore_errors=True)
+
+
+def ask(server: Served, question: dict[str, Any]) -> tuple[int, str, float]:
+    """Status, text or reason, and seconds."""
+    messages = [{"role": "user", "content": content_of(question)}]
+    body = json.dumps({"model": "demo", "messages": messages, "temperature": 0}).encode()
+    request = urllib.request.Request(server.url + "/v1/chat/completions", body, {"Content-Type": "application/json"})
+    began_s = time.monotonic()
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            answer = json.load(response)["choices"][0]["message"]["content"]
+            return response.status, answer, time.monotonic() - began_s
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)["error"]["message"], time.monotonic() - began_s
+
+
+def instances(server: Served) -> dict[str, dict[str, Any]]:
+    try:
+        found = server.get("/health")
+    except urllib.error.HTTPError as error:
+        with error:
+            found = json.load(error)
+    return {one["name"]: one for one in found["instances"]}
+
+
+def wait_ready(server: Served) -> None:
+    def are_ready() -> bool:
+        return all(one["condition"] == "ready" for one in instances(server).values())
+
+    wait_until(are_ready, "all instances are ready")
+
+
+def process_of(name: str) -> int:
+    found = [
+        int(path.name)
+        for path in Path("/proc").glob("[0-9]*")
+        if is_named(int(path.name), f"hydra_nodes.process\0--name\0{name}\0")
+    ]
+    assert len(found) == 1
+    return found[0]
+
+
+PICTURES = [question for question in QUESTIONS if question["picture"]]
+TEXT = next(question for question in QUESTIONS if not question["picture"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(480)
+def test_two_nodes_answer_as_one_and_any_of_them_may_die(nodes: RayNodes) -> None:
+    command = [str(nodes.programs / "python"), *COMMAND[1:]]
+    options = ["--cluster", "ray", "--ray-address", nodes.address, "--topology", "E@b+PD@a"]
+    server = Served(*options, command=command, environment=nodes.environment)
+    try:
+        for question in (PICTURES[0], TEXT):
+            assert ask(server, question)[:2] == (200, question["answer"]), "as on one node"
+        os.kill(process_of("e0"), signal.SIGKILL)
+        status, said, seconds = ask(server, PICTURES[1])
+        assert (status, said) == (200, PICTURES[1]["answer"]) or (status == 503 and seconds < 6), (said, seconds)
+        wait_ready(server)
+        assert instances(server)["e0"]["restarts"] == 1
+        nodes.kill_raylet("b")
+        wait_until(lambda: instances(server)["e0"]["condition"] != "ready", "its instance ends with it", within_s=10)
+        assert ask(server, TEXT)[:2] == (200, TEXT["answer"])
+        status, said, seconds = ask(server, PICTURES[2])
+        assert status == 503 and seconds < 6, (status, said, seconds)
+        assert ask(server, TEXT)[:2] == (200, TEXT["answer"])
+        nodes.end("b")
+        nodes.start("b", "127.0.0.2")
+        wait_ready(server)
+        for question in QUESTIONS:
+            assert ask(server, question)[:2] == (200, question["answer"])
+        assert server.get("/debug/ledger")["at_rest"]
+        pids = [process_of(name) for name in ("e0", "pd0")]
+    finally:
+        server.end()
+    assert server.process.returncode == 0 and not any(is_named(pid, "hydra_nodes") for pid in pids), "nothing stays"
+
+
+@pytest.mark.slow
+def test_a_node_that_is_not_there_and_a_wrong_token(nodes: RayNodes) -> None:
+    command = [str(nodes.programs / "python"), "-m", "hydra_engine", "serve", "demo", "--port", "0"]
+    command += ["--cluster", "ray", "--ray-address", nodes.address, "--topology"]
+
+    def refusal(topology: str, **changes: str) -> tuple[int, str]:
+        environment = nodes.environment | changes
+        done = subprocess.run([*command, topology], env=environment, capture_output=True, text=True, timeout=120)
+        return done.returncode, done.stderr.strip().splitlines()[-1]
+
+    code, sentence = refusal("E@nowhere+PD@a")
+    assert code == 2 and "the Ray cluster has no node nowhere, only" in sentence
+    code, sentence = refusal("E@a+PD@b", RAY_AUTH_TOKEN="another token of some length")
+    assert code == 2 and "cannot be joined" in sentence
