@@ -15,7 +15,6 @@ import os
 import secrets
 import socket
 from collections.abc import Sequence
-from typing import Any
 
 from hydra_engine.cluster import channel
 from hydra_engine.cluster.children import remove_openmp_page
@@ -114,7 +113,8 @@ class NodeAgent:
         """Opens a socket for a peer of the process; `host`: "" for one on this node. Returns its address at once. Who
         shows the ticket within `CONNECT_S` is handed over to the process. Raises AgentError."""
         life = self._life(incarnation)
-        listener = socket.socket(socket.AF_INET if host else socket.AF_UNIX, socket.SOCK_STREAM)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET if host else socket.AF_UNIX
+        listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setblocking(False)
         try:
             name = f"hydra-engine-{secrets.token_hex(8)}"
@@ -179,22 +179,17 @@ def _hand_over(life: _Life, peer: channel.Connect, sock: socket.socket) -> None:
 async def _connect(address: Address) -> socket.socket:
     """Raises OSError or TimeoutError."""
     host, port = address
-    loop = asyncio.get_running_loop()
-    async with asyncio.timeout(CONNECT_S):
-        family: int = socket.AF_UNIX
-        target: Any = f"\0{host}"
-        if port != 0:
-            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            family, target = found[0][0], found[0][4]
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            sock.setblocking(False)
-            if family != socket.AF_UNIX:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await loop.sock_connect(sock, target)
-        except BaseException:
-            sock.close()
-            raise
+    network = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(network if port else socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        if port:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        async with asyncio.timeout(CONNECT_S):
+            await asyncio.get_running_loop().sock_connect(sock, address if port else f"\0{host}")
+    except BaseException:
+        sock.close()
+        raise
     return sock
 
 

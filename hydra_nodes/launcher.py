@@ -95,7 +95,8 @@ class NodeLauncher:
             child.started = True
             exiting = asyncio.create_task(_wait(place.agent, start.incarnation))
             try:
-                await asyncio.wait([connecting, exiting], return_when=asyncio.FIRST_COMPLETED)
+                either: list[asyncio.Future[Any]] = [connecting, exiting]
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 if connecting.done():
                     end = connecting.result()
                     end.send_start(start)
