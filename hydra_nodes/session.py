@@ -10,7 +10,7 @@ A record is a 1-byte kind, a 4-byte little-endian length, the payload, and HMAC-
 length and payload (encrypt-then-MAC's order without encryption). Numbers count up in each direction and do not travel:
 a record that is altered, replayed, left out or out of order ends the session. Nothing is decoded or passed on before
 its MAC has been compared, and no more than one record is held for that. Payloads can be read on the way, unless a
-`Layer` such as TLS lies below: then each record still has its MAC.
+`Layer` such as TLS (`tls.py`) lies below: then each record still has its MAC.
 
 Pings tell both sides that the other lives, and carry its clock. Does not know what the payloads mean.
 """
@@ -241,7 +241,7 @@ class Handshake:
             self._began = True
             self._send(self._hello)
         waiting = b"" if self._layer is None else self._layer.take_outgoing()
-        taken = waiting + bytes(self._outgoing)
+        taken = bytes(self._outgoing) + waiting  # what has been wrapped is the older
         self._outgoing.clear()
         return taken
 
