@@ -29,6 +29,7 @@ from hydra_nodes.links import CHANNEL
 from hydra_nodes.listener import Listener
 from hydra_nodes.process import Order, encode_order
 from hydra_nodes.session import Greeting, SessionError
+from hydra_nodes.tls import TlsFiles
 
 AGAIN_S = 0.5  # between two tries to reach an agent
 FIRST_START_S = 30.0  # for an agent to answer when its instance starts first; later its node may be away for long
@@ -64,6 +65,9 @@ class NodeLauncher:
         self._cluster = cluster
         self._clock = clock or MonotonicClock()
         self._secret = secrets.token_bytes(32)  # of this deployment
+        tls = config.cluster.cluster_tls
+        self._tls = None if tls is None else Path(tls).resolve()
+        self._make_layer = None if self._tls is None else TlsFiles(self._tls)
         self._places: Mapping[str, PlacedAgent] = {}
         self._listener: Listener | None = None
         self._started: set[str] = set()
@@ -75,7 +79,11 @@ class NodeLauncher:
         facts = await asyncio.to_thread(deployment_facts, self._model)
         fence_s = self._config.cluster.fence_s
         self._listener = await Listener.open(
-            host, self._secret, Greeting(CHANNEL, node, must_agree=facts), fence_s=fence_s
+            host,
+            self._secret,
+            Greeting(CHANNEL, node, must_agree=facts),
+            fence_s=fence_s,
+            make_layer=self._make_layer,
         )
 
     async def launch(self, start: channel.Start, node: str, preloaded: Preloaded | None) -> Child:
@@ -117,7 +125,8 @@ class NodeLauncher:
         assert self._listener is not None
         give_up_s = self._clock.now() + FIRST_START_S
         model = "" if self._model is None else str(self._model)
-        order = encode_order(Order(self._secret, place.node, start.name, start.incarnation, model, place.host))
+        tls = "" if self._tls is None else str(self._tls)
+        order = encode_order(Order(self._secret, place.node, start.name, start.incarnation, model, place.host, tls))
         while True:
             try:
                 await place.agent.start(start.name, start.incarnation, self._listener.address, order)

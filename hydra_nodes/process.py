@@ -18,11 +18,13 @@ import msgspec
 
 from hydra_engine.cluster import process
 from hydra_engine.cluster.channel import EXIT_ORPHANED, InstanceSocket, WireError
+from hydra_engine.errors import HydraError
 from hydra_nodes.blocks import TcpBlocks
 from hydra_nodes.clock import SyncedClock
 from hydra_nodes.facts import deployment_facts
 from hydra_nodes.links import CHANNEL, LINK, LinkMaker, set_options
 from hydra_nodes.session import Greeting, handshake_client
+from hydra_nodes.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ _FENCE_S = 10.0  # until the configuration says it
 class Order(msgspec.Struct, frozen=True):
     """Facts that an instance process has to know before it speaks with the frontend. `model`: its folder, of which the
     digest is compared; "": none is. `host`: the address at which peers on other nodes reach it; "": the one from which
-    it is connected with the frontend."""
+    it is connected with the frontend. `tls`: the folder of its certificates; "": sessions are not encrypted."""
 
     secret: bytes
     node: str
@@ -42,6 +44,7 @@ class Order(msgspec.Struct, frozen=True):
     incarnation: int
     model: str = ""
     host: str = ""
+    tls: str = ""
 
     def greeting(self, purpose: str) -> Greeting:
         facts = deployment_facts(Path(self.model) if self.model else None)
@@ -67,21 +70,26 @@ def main(load: Callable[[], Callable[..., int]] = process.load_instance) -> int:
         order = _receive_order(control)
         set_options(sock, _FENCE_S)
         greeting = order.greeting(CHANNEL)
-        session = handshake_client(sock, order.secret, greeting)
+        make_layer = TlsFiles(Path(order.tls)) if order.tls else None
+        layer = None if make_layer is None else make_layer(False)
+        session = handshake_client(sock, order.secret, greeting, layer=layer)
         clock = SyncedClock(session.clock_samples.popleft())
         session.observe_clock = clock.observe
         end = InstanceSocket(sock, session)
         host = order.host or sock.getsockname()[0]
-        network = TcpBlocks(order.secret, greeting, host)
+        network = TcpBlocks(order.secret, greeting, host, make_layer=make_layer)
         run_instance = partial(load(), clock=clock, network=network)
         start = end.receive_start()
     except (WireError, OSError, EOFError) as error:
         logger.error("an instance on this node has not joined the frontend: %s", error)
         return EXIT_ORPHANED
+    except HydraError as error:
+        logger.error("an instance on this node cannot start: %s", error)
+        return error.exit_code
     fence_s = start.config.cluster.fence_s
     set_options(sock, fence_s)
     session.set_fence(fence_s)
-    links = LinkMaker(order.secret, msgspec.structs.replace(greeting, purpose=LINK), fence_s, None)
+    links = LinkMaker(order.secret, msgspec.structs.replace(greeting, purpose=LINK), fence_s, make_layer)
     return process.serve(start, end, control, run_instance, make_codec=links)
 
 

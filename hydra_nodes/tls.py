@@ -34,9 +34,8 @@ class TlsFiles:
         except (OSError, ValueError) as error:
             problem = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise ConfigError(
-                f"the folder of --cluster-tls ({folder}) needs {CERTIFICATE}, {KEY} and {AUTHORITY} in PEM on each node: "
-                f"{problem}",
-                param="tls",
+                f"the folder of --cluster-tls ({folder}) needs {CERTIFICATE}, {KEY} and {AUTHORITY} in PEM: {problem}",
+                param="cluster_tls",
             ) from error
 
     def __call__(self, is_server: bool) -> TlsLayer:

@@ -72,6 +72,12 @@ class ClusterConfig:
         "with --cluster ray: HOST:PORT of the Ray cluster to join",
         unset="RAY_ADDRESS, else the one that runs here, else a new one of this machine",
     )
+    cluster_tls: str | None = opt(
+        None,
+        "with --cluster: folder with tls.crt, tls.key, ca.crt, on every node: what nodes send each other is encrypted",
+        unset="it is authenticated, and can be read on its way",
+        kind="folder",
+    )
     router: str = opt(
         "least-loaded",
         "least-loaded: least late, then done soonest; affinity: the same, and what an instance has seen takes no time "

@@ -109,6 +109,7 @@ class EngineOptions(TypedDict, total=False):
     # cluster
     launcher: str | None
     ray_address: str | None
+    cluster_tls: str | PathLike[str] | None
     router: str
     lease_s: float
     suspect_s: float

@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from hydra_engine.clock import MonotonicClock
 from hydra_engine.cluster import channel
@@ -21,6 +22,7 @@ from hydra_nodes.links import CHANNEL
 from hydra_nodes.listener import Listener
 from hydra_nodes.process import Order, encode_order, main
 from hydra_nodes.session import Greeting
+from hydra_nodes.tls import TlsFiles
 from tests.nodes.proxy import Proxy
 
 COMMAND = (sys.executable, "-m", "tests.nodes.tcp_launcher")
@@ -32,13 +34,17 @@ class TcpLauncher:
     """Takes the place of `LocalLauncher`, with its arguments, of which it needs none. `proxies`: between each
     incarnation, by name, and the frontend."""
 
+    tls = ""  # folder of certificates, of all nodes
+
     def __init__(self, **_: object) -> None:
         self.proxies: dict[str, list[Proxy]] = {}
         self._listener: Listener | None = None
 
     async def open(self) -> None:
         greeting = Greeting(CHANNEL, "front", must_agree=deployment_facts(None))
-        self._listener = await Listener.open("127.0.0.1", SECRET, greeting)
+        self._listener = await Listener.open(
+            "127.0.0.1", SECRET, greeting, make_layer=TlsFiles(Path(self.tls)) if self.tls else None
+        )
 
     async def launch(self, start: channel.Start, node: str, preloaded: Preloaded | None) -> Child:
         assert self._listener is not None
@@ -47,7 +53,7 @@ class TcpLauncher:
         expected = self._listener.expect(start.name, start.incarnation)
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         control.setblocking(False)
-        order = Order(SECRET, f"node of {start.name}", start.name, start.incarnation)
+        order = Order(SECRET, f"node of {start.name}", start.name, start.incarnation, tls=self.tls)
         with theirs, socket.create_connection(proxy.address) as sock:
             control.send(encode_order(order))
             process = start_python([*COMMAND, "--name", start.name], sock, theirs)

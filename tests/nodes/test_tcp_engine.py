@@ -12,6 +12,7 @@ import pytest
 from hydra_engine import Engine, draw
 from tests.cluster.conftest import wait_until
 from tests.engine.conftest import assert_at_rest, picture, tiny_model  # noqa: F401
+from tests.nodes.certificates import make_authority, make_node
 from tests.nodes.tcp_launcher import AHEAD_VARIABLE, TcpLauncher
 
 pytestmark = pytest.mark.slow
@@ -43,11 +44,18 @@ def expected(tiny_model: Path) -> list[tuple[int, ...]]:  # noqa: F811
         return tokens(engine)
 
 
+@pytest.mark.parametrize("encrypted", [False, True])
 def test_tokens_are_those_of_one_machine(
     launchers: list[TcpLauncher],
     tiny_model: Path,  # noqa: F811
     expected: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    encrypted: bool,
 ) -> None:
+    if encrypted:
+        make_authority(tmp_path / "authority")
+        monkeypatch.setattr(TcpLauncher, "tls", str(make_node(tmp_path / "node", tmp_path / "authority")))
     with Engine(tiny_model, topology="E+P+D", check_transfers=True, **OPTIONS) as engine:
         assert tokens(engine) == expected
         (seen,) = engine.generate(["what is it?"], images=[picture(3)], **GREEDY)
