@@ -21,7 +21,7 @@ from hydra_engine.transfer.network import Rows
 from hydra_nodes.macs import Mac, MacKind
 from hydra_nodes.session import Layer, Session, SessionError
 
-BATCH_BYTES = 1 << 19  # of one system call: what has passed the MAC is still in the core's cache
+BATCH_BYTES = 1 << 18  # of one system call: what has passed the MAC is still in the core's cache
 _MAX_VIEWS = 512  # of one system call; the kernel's limit is 1024
 _TIME = struct.Struct("@ll")
 
@@ -30,6 +30,10 @@ T = TypeVar("T")
 
 class ConnectionEnded(Exception):
     """The connection has ended or cannot be trusted; the message says why."""
+
+
+class NotAuthentic(ConnectionEnded):
+    """A message was altered on its way."""
 
 
 def block_views(rows: Rows, blocks: BlockIds) -> list[memoryview]:
@@ -75,7 +79,7 @@ class BlockConnection:
         is_client: bool,
         patience_s: float,
     ) -> None:
-        self.tag_bytes = mac.tag_bytes if layer is None else 0
+        self._tag_bytes = mac.tag_bytes if layer is None else 0
         self._sock = sock
         self._layer = layer
         self._mac = mac
@@ -107,11 +111,13 @@ class BlockConnection:
         while waiting:
             _skip(waiting, self._call(lambda: self._sock.sendmsg(waiting, (), flags)))
 
-    def end_sending(self, last: bytes, mac: Mac | None) -> None:
+    def end_sending(self, last: Sequence[bytes | memoryview], mac: Mac | None) -> None:
         """Sends the end of a message, and its tag."""
         if mac is not None:
-            mac.update(last)
-        self.send([last, mac.digest() if mac is not None else b""], None, more=False)
+            for view in last:
+                mac.update(view)
+            last = [*last, mac.digest()]
+        self.send(last, None, more=False)
         self._num_sent += 1
 
     # ---- in
@@ -133,16 +139,23 @@ class BlockConnection:
         self.receive([memoryview(data)], mac)
         return bytes(data)
 
-    def end_receiving(self, mac: Mac | None) -> None:
-        """Receives the tag of a message. Raises ConnectionEnded unless it is authentic."""
-        tag = self.receive_bytes(self.tag_bytes, None)
-        if mac is not None and not hmac.compare_digest(mac.digest(), tag):
-            raise ConnectionEnded("a message is not authentic: it was altered on its way")
+    def receive_last(self, num_bytes: int) -> tuple[bytes, bytes]:
+        """Receives the last bytes of a message and its tag; `end_receiving` must follow."""
+        data = self.receive_bytes(num_bytes + self._tag_bytes, None)
+        return data[:num_bytes], data[num_bytes:]
+
+    def end_receiving(self, mac: Mac | None, last: bytes, tag: bytes) -> None:
+        """Raises ConnectionEnded unless the message is authentic."""
+        if mac is not None:
+            mac.update(last)
+            if not hmac.compare_digest(mac.digest(), tag):
+                raise NotAuthentic("a message is not authentic: it was altered on its way")
         self._num_received += 1
 
-    def wait_for_message(self) -> bool:
-        """Waits, as long as it takes, for the first byte of a message. Returns False if the connection ends instead."""
-        return bool(self._unwrapped) or (self._is_readable(None) and self._has_bytes())
+    def wait_for_message(self) -> None:
+        """Waits, as long as it takes, for the first byte of a message or the end of the connection."""
+        if not self._unwrapped:
+            self._is_readable(None)
 
     @property
     def is_stale(self) -> bool:

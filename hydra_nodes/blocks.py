@@ -28,7 +28,14 @@ from hydra_engine.core.plans import BlockIds
 from hydra_engine.core.pools import PoolKind
 from hydra_engine.errors import ResourceError, TransferError
 from hydra_engine.transfer.network import RemoteBlocks, Rows
-from hydra_nodes.block_connection import BlockConnection, ConnectionEnded, batches, block_views, end_socket
+from hydra_nodes.block_connection import (
+    BlockConnection,
+    ConnectionEnded,
+    NotAuthentic,
+    batches,
+    block_views,
+    end_socket,
+)
 from hydra_nodes.macs import Mac, MacKind, best_mac
 from hydra_nodes.session import Greeting, Layer, Session, SessionError, handshake_client, handshake_server
 
@@ -45,9 +52,11 @@ _LIFE_BYTES = 16
 
 _KINDS = tuple(PoolKind)
 _REQUEST = struct.Struct("<16sBIIQ")  # life, kind, number of blocks, slot, word; then the ids, little-endian int32
-_ANSWER = struct.Struct("<BH")  # status, bytes of the reason that follows
+_ANSWER = struct.Struct(
+    "<BH61x"
+)  # status, bytes of the reason that follows; the kernel copies faster to a line's begin
 _WORD = struct.Struct("<Q")
-_BYTES, _GONE, _REFUSED = range(3)
+_BYTES, _WORD_ALONE, _REFUSED = range(3)
 
 MakeLayer = Callable[[bool], Layer]  # (True for the server's side) -> TLS of one connection
 
@@ -198,11 +207,13 @@ class _Source:
             finally:
                 with self._lock:
                     self._num_strangers -= 1
-            while connection.wait_for_message():
+            while True:
+                connection.wait_for_message()
                 self._answer(connection, _receive_request(connection))
         except (SessionError, ConnectionEnded, OSError) as error:
-            if not self._closing.is_set():
-                logger.warning("a connection for blocks has ended: %s", error)
+            is_attack = isinstance(error, SessionError | NotAuthentic)
+            level = logging.WARNING if is_attack and not self._closing.is_set() else logging.INFO
+            logger.log(level, "a connection for blocks has ended: %s", error)
         finally:
             with self._lock:
                 del self._serving[threading.current_thread()]
@@ -212,21 +223,21 @@ class _Source:
         mac = connection.begin_sending()
         refusal = self._refusal(request)
         if refusal:
-            connection.send([_ANSWER.pack(_REFUSED, len(refusal))], mac)
-            connection.end_sending(refusal, mac)
+            connection.end_sending([_ANSWER.pack(_REFUSED, len(refusal)), refusal], mac)
             return
-        if (word := self._load_word(request.slot)) != request.word:
-            connection.send([_ANSWER.pack(_GONE, 0)], mac)
-            connection.end_sending(_WORD.pack(word), mac)
+        word = self._load_word(request.slot)
+        if word != request.word or not len(request.blocks):
+            connection.end_sending([_ANSWER.pack(_WORD_ALONE, 0), _WORD.pack(word)], mac)
             return
         start = _ANSWER.pack(_BYTES, 0)
-        connection.send([start], mac)
+        first: list[bytes] = [start]
         for batch in batches(block_views(self._pools[request.kind], request.blocks)):
-            connection.send(batch, mac)
+            connection.send([*first, *batch], mac)
+            first = []
         # The kernel has taken all bytes: a word that is still valid now was valid for each of them.
         if (word := self._load_word(request.slot)) != request.word:
             mac = _without_bytes(connection.begin_sending(alone=True), start)
-        connection.end_sending(_WORD.pack(word), mac)
+        connection.end_sending([_WORD.pack(word)], mac)
 
     def _refusal(self, request: _Request) -> bytes:
         """The reason why a request cannot be answered; empty if it can."""
@@ -248,10 +259,10 @@ def _receive_request(connection: BlockConnection) -> _Request:
     mac = connection.begin_receiving()
     life, kind, num_blocks, slot, word = _REQUEST.unpack(connection.receive_bytes(_REQUEST.size, mac))
     if num_blocks > MAX_BLOCKS or kind >= len(_KINDS):
-        raise ConnectionEnded(f"a request for {num_blocks} blocks of pool {kind} was altered on its way")
-    blocks = np.frombuffer(connection.receive_bytes(4 * num_blocks, mac), "<i4")
-    connection.end_receiving(mac)
-    return _Request(life, _KINDS[kind], blocks, slot, word)
+        raise NotAuthentic(f"a request for {num_blocks} blocks of pool {kind} was altered on its way")
+    ids, tag = connection.receive_last(4 * num_blocks)
+    connection.end_receiving(mac, ids, tag)
+    return _Request(life, _KINDS[kind], np.frombuffer(ids, "<i4"), slot, word)
 
 
 def _without_bytes(mac: Mac | None, start: bytes) -> Mac | None:
@@ -357,22 +368,20 @@ def _ask(connection: BlockConnection, request: _Request, views: list[memoryview]
     refusal or nothing). Raises ConnectionEnded."""
     mac = connection.begin_sending()
     kind, ids = _KINDS.index(request.kind), request.blocks.astype("<i4").tobytes()
-    connection.send([_REQUEST.pack(request.life, kind, len(request.blocks), request.slot, request.word)], mac)
-    connection.end_sending(ids, mac)
+    start = _REQUEST.pack(request.life, kind, len(request.blocks), request.slot, request.word)
+    connection.end_sending([start, ids], mac)
     mac = connection.begin_receiving()
     start = connection.receive_bytes(_ANSWER.size, mac)
     status, num_reason = _ANSWER.unpack(start)
     if status == _REFUSED:
-        reason = connection.receive_bytes(num_reason, mac)
-        connection.end_receiving(mac)
+        reason, tag = connection.receive_last(num_reason)
+        connection.end_receiving(mac, reason, tag)
         return False, reason.decode("utf-8", "replace")
     for batch in batches(views) if status == _BYTES else ():
         connection.receive(batch, mac)
-    end = connection.receive_bytes(_WORD.size, None)
+    end, tag = connection.receive_last(_WORD.size)
     is_valid = _WORD.unpack(end)[0] == request.word
     if status == _BYTES and not is_valid:
         mac = _without_bytes(connection.begin_receiving(alone=True), start)
-    if mac is not None:
-        mac.update(end)
-    connection.end_receiving(mac)
-    return is_valid and status == _BYTES, ""
+    connection.end_receiving(mac, end, tag)
+    return is_valid and (status == _BYTES or not views), ""

@@ -51,9 +51,8 @@ class Gmac:
         self._ciphers = import_module("cryptography.hazmat.primitives.ciphers")
 
     def begin(self, key: bytes, number: int) -> Mac:
-        ciphers = self._ciphers
-        mode = ciphers.modes.GCM(_NONCE.pack(0, number))
-        return _GmacOfOne(ciphers.Cipher(ciphers.algorithms.AES(key), mode).encryptor())
+        mode = self._ciphers.modes.GCM(_NONCE.pack(0, number))
+        return _GmacOfOne(self._ciphers.Cipher(self._ciphers.algorithms.AES(key), mode).encryptor())
 
 
 class _GmacOfOne:

@@ -369,7 +369,7 @@ def test_a_target_that_does_not_read_costs_the_source_no_memory_and_the_others_n
             mac = connection.begin_sending()
             life = bytes.fromhex(endpoint.split("/")[1])
             connection.send([wire._REQUEST.pack(life, 1, 64, SLOT, WORD)], mac)
-            connection.end_sending(np.arange(64, dtype="<i4").tobytes(), mac)
+            connection.end_sending([np.arange(64, dtype="<i4").tobytes()], mac)
         assert read(good, target, [1, 2, 3])
         assert resident_bytes() - before < 8 << 20
         wait_until(lambda: len(source._source._serving) == 1)  # type: ignore[union-attr]
