@@ -1,4 +1,4 @@
-"""Makes .ray-venv, with Ray on top of the environment that runs this: `make ray`, and the tests that need it."""
+"""Makes .ray-venv, Ray and `cryptography` on top of the environment that runs this: `make ray`, and tests with Ray."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make(folder: Path = FOLDER) -> Path:
     own = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
     Path(own, "project.pth").write_text("\n".join([packages, str(ROOT), str(ROOT / "kernels")]) + "\n")
     pip = [sys.executable, "-m", "pip", "--python", str(programs / "python"), "install", "--quiet"]
-    subprocess.run([*pip, "-c", str(ROOT / "constraints.txt"), "ray==2.60.0"], check=True)
+    subprocess.run([*pip, "-c", str(ROOT / "constraints.txt"), "ray==2.60.0", "cryptography>=46"], check=True)
     return programs
 
 
