@@ -9,14 +9,19 @@ byte of a request.
 from __future__ import annotations
 
 import asyncio
+import atexit
+import logging
 import os
 import sys
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from hydra_engine.clock import Clock, MonotonicClock
+from hydra_engine.cluster.children import REAPING_S
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.instances import InstanceSpec
 from hydra_engine.errors import ConfigError, ResourceError
@@ -24,6 +29,11 @@ from hydra_nodes.agent import Address, NodeAgent
 from hydra_nodes.children import AgentLost
 from hydra_nodes.launcher import NodeLauncher, PlacedAgent
 
+logger = logging.getLogger(__name__)
+
+# Seconds without Ray's head after which Ray ends a process: a server outlives the head, nodes if they have this too.
+HEADLESS = ("RAY_gcs_rpc_server_reconnect_timeout_s", "86400")
+LEAVE_S = 5.0
 PLACE_S = 30.0  # for Ray to place the bundles and start the agents
 CPU, GPU = "CPU", "GPU"  # names of Ray's resources
 _MAX_NAMED = 8  # nodes named in an error
@@ -89,7 +99,8 @@ class _Calls:
 class RayCluster:
     """The agents of a topology in a Ray cluster that is joined, or started here if there is none."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or MonotonicClock()
         self._ray: Any = None
         self._group: Any = None
         self._actors: list[Any] = []
@@ -110,6 +121,7 @@ class RayCluster:
     def _join(self, address: str | None) -> None:
         """Connects this process with the cluster. Raises ConfigError."""
         os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ.setdefault(*HEADLESS)
         try:
             self._ray = import_module("ray")
         except ImportError as error:
@@ -181,23 +193,39 @@ class RayCluster:
                     )
 
     async def free(self) -> None:
-        if self._ray is not None:
-            await asyncio.to_thread(self._leave)
+        """Leaves the cluster, or gives up if that takes too long: without its head Ray waits for it here too."""
+        if (ray := self._ray) is None:
+            return
+        self._ray = None
+        leaving = threading.Thread(target=self._leave, args=(ray,), name="ray", daemon=True)
+        leaving.start()
+        give_up_s = self._clock.now() + LEAVE_S
+        while leaving.is_alive() and self._clock.now() < give_up_s:  # noqa: ASYNC110 - a thread has no event of this loop
+            await asyncio.sleep(REAPING_S)
+        if leaving.is_alive():
+            logger.warning("Ray does not answer: it ends its agents once it finds that this server is gone")
+            atexit.register(_exit_at_once)
 
-    def _leave(self) -> None:
+    def _leave(self, ray: Any) -> None:
         for actor in self._actors:
-            self._ray.kill(actor)
+            ray.kill(actor)
         self._actors = []
         if self._group is not None:
-            self._ray.util.remove_placement_group(self._group)
+            ray.util.remove_placement_group(self._group)
             self._group = None
-        self._ray.shutdown()
-        self._ray = None
+        ray.shutdown()
 
 
 class RayLauncher(NodeLauncher):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config, RayCluster())
+
+
+def _exit_at_once() -> None:
+    """Ends this process while a thread of it waits in Ray, which would wait here again, and crash behind that."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def check_token() -> None:
