@@ -12,7 +12,8 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -94,7 +95,7 @@ def test_instances_of_one_device_share_a_bundle_and_each_device_has_its_own() ->
 class RayNodes:
     """A Ray cluster of this machine, whose nodes have loopback addresses of their own."""
 
-    def __init__(self, programs: Path) -> None:
+    def __init__(self, programs: Path, host: str = "127.0.0.1") -> None:
         self.programs = programs
         self.folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # names of sockets in it must be short
         token = self.folder / "token"
@@ -105,11 +106,12 @@ class RayNodes:
             "RAY_AUTH_TOKEN_PATH": str(token),
             "RAY_USAGE_STATS_ENABLED": "0",
         }
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+        with socket.create_server((host, 0)) as free:
+            self.address = f"{host}:{free.getsockname()[1]}"
         self.processes: dict[str, subprocess.Popen[str]] = {}
 
-    def start(self, name: str, host: str, *, head: bool = False) -> None:
+    def start(self, name: str, host: str, *, head: bool = False, within: Sequence[str] = ()) -> None:
+        """Starts Ray on a node. `within`: a command that runs others in a network of their own."""
         place = [
             "--head",
             "--port",
@@ -118,6 +120,7 @@ class RayNodes:
             f"--temp-dir={self.folder}",
         ]
         command = [
+            *within,
             *(str(self.programs / "ray"), "start", "--block", "--node-name", name, "--node-ip-address", host),
             *("--num-cpus", str(CPU_NODES), "--disable-usage-stats", "--object-store-memory", str(80 << 20)),
             *(place if head else ["--address", self.address]),
@@ -175,20 +178,62 @@ def descendants(pid: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[RayNodes]:
+def programs() -> Path:
     try:
-        programs = ray_environment.make()
+        return ray_environment.make()
     except subprocess.CalledProcessError as error:
         pytest.skip(f"Ray cannot be installed here: {error}")
-    started = RayNodes(programs)
+
+
+@contextmanager
+def cluster(programs: Path, host: str) -> Iterator[RayNodes]:
+    started = RayNodes(programs, host)
     try:
-        started.start("a", "127.0.0.1", head=True)
-        started.start("b", "127.0.0.2")
+        started.start("a", host, head=True)
         yield started
     finally:
         for name in reversed(list(started.processes)):
             started.end(name)
         rmtree(started.folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def nodes(programs: Path) -> Iterator[RayNodes]:
+    with cluster(programs, "127.0.0.1") as started:
+        started.start("b", "127.0.0.2")
+        yield started
+
+
+class OtherHost:
+    """A network of its own, connected by a cable that can be cut: this end is 10.77.N.1, the other 10.77.N.2."""
+
+    def __init__(self) -> None:
+        number = os.getpid() % 250
+        self.name, self.cable = f"hydra{number}", f"hydra{number}v"
+        self.addresses = f"10.77.{number}.1", f"10.77.{number}.2"
+        self.within = ("ip", "netns", "exec", self.name)
+
+    def __enter__(self) -> OtherHost:
+        here, there = self.addresses
+        try:
+            ip("netns", "add", self.name)
+            ip("link", "add", self.cable, "type", "veth", "peer", "name", "eth0", "netns", self.name)
+        except (OSError, subprocess.CalledProcessError) as error:
+            self.__exit__()
+            pytest.skip(f"no networks can be made here: {error}")
+        ip("addr", "add", f"{here}/24", "dev", self.cable)
+        ip("link", "set", self.cable, "up")
+        ip("-n", self.name, "addr", "add", f"{there}/24", "dev", "eth0")
+        for device in ("eth0", "lo"):
+            ip("-n", self.name, "link", "set", device, "up")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        subprocess.run(["ip", "netns", "del", self.name], check=False, capture_output=True)
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
 def ask(server: Served, question: dict[str, Any]) -> tuple[int, str, float]:
@@ -266,6 +311,32 @@ def test_two_nodes_answer_as_one_and_any_of_them_may_die(nodes: RayNodes) -> Non
     finally:
         server.end()
     assert server.process.returncode == 0 and not any(is_named(pid, "hydra_nodes") for pid in pids), "nothing stays"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(480)
+def test_a_node_that_is_cut_off_ends_its_instance_and_serves_again_when_it_is_back(programs: Path) -> None:
+    with OtherHost() as other, cluster(programs, other.addresses[0]) as nodes:
+        nodes.start("b", other.addresses[1], within=other.within)
+        options = ["--cluster", "ray", "--ray-address", nodes.address, "--topology", "E@b+PD@a"]
+        command = [str(programs / "python"), *COMMAND[1:], "--suspect-s", "1", "--fence-s", "3", "--recovery-s", "2"]
+        server = Served(*options, command=command, environment=nodes.environment)
+        try:
+            assert ask(server, PICTURES[0])[:2] == (200, PICTURES[0]["answer"])
+            first = process_of("e0")
+            ip("link", "set", other.cable, "down")
+            status, said, seconds = ask(server, PICTURES[1])
+            assert status == 503 and seconds < 5, (status, said, seconds)
+            assert ask(server, TEXT)[:2] == (200, TEXT["answer"])
+            wait_until(lambda: not is_named(first, "hydra_nodes"), "who is cut off ends itself")
+            wait_until(lambda: instances(server)["e0"]["condition"] == "starting", "its end is known")
+            ip("link", "set", other.cable, "up")
+            wait_ready(server)
+            assert ask(server, PICTURES[1])[:2] == (200, PICTURES[1]["answer"])
+            assert server.get("/debug/ledger")["at_rest"]
+        finally:
+            server.end()
+        assert server.process.returncode == 0
 
 
 @pytest.mark.slow
