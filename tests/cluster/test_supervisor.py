@@ -215,6 +215,7 @@ async def test_an_instance_that_hangs_while_it_starts_is_killed_and_started_agai
     assert recorder.of("down", "e0")[1][2] == f"{said} while it started and was killed"
 
 
+@pytest.mark.slow
 async def test_an_instance_that_nobody_replaces_starts_at_once(make: Make) -> None:
     """The instance has died any number of times after it had served; or it waits when the last other one dies."""
     never = replace(QUICK, backoff_s=(0.0, 1e6))
@@ -339,6 +340,7 @@ def test_the_time_for_an_end_is_spent_by_computing_and_by_waiting_for_others() -
     assert not is_late(child, before, late_s=9.0)
 
 
+@pytest.mark.slow
 def test_a_process_that_has_no_processor_says_how_long() -> None:
     """Two that never rest share one; a third is stopped."""
     one = min(os.sched_getaffinity(0))

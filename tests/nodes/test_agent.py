@@ -99,7 +99,9 @@ async def test_a_process_gets_its_order_and_its_end_is_known(front: Front, make:
         await one.dial(8, "p0", 1, TICKET, ("nobody", 0))
 
 
-@pytest.mark.parametrize(("host", "family"), [("", "AF_UNIX"), ("127.0.0.1", "AF_INET")])
+@pytest.mark.parametrize(
+    ("host", "family"), [pytest.param("", "AF_UNIX", marks=pytest.mark.slow), ("127.0.0.1", "AF_INET")]
+)
 async def test_two_processes_are_connected_with_each_other_and_with_no_stranger(
     front: Front, make: Make, host: str, family: str
 ) -> None:
