@@ -9,6 +9,7 @@ import socket
 
 import msgspec
 
+from hydra_engine.clock import MonotonicClock
 from hydra_engine.cluster.channel import FrontendSocket
 from hydra_engine.errors import ResourceError
 from hydra_nodes.links import MakeLayer, set_options
@@ -34,6 +35,8 @@ class Listener:
         self._greeting = greeting
         self._fence_s = fence_s
         self._make_layer = make_layer
+        self._clock = MonotonicClock()
+        self._logged_s = float("-inf")
         self._expected: dict[tuple[str, int], asyncio.Future[FrontendSocket]] = {}
         self._strangers: set[asyncio.Task[None]] = set()
         self._accepting = asyncio.create_task(self._accept(), name="listener")
@@ -106,18 +109,24 @@ class Listener:
             sock.setblocking(False)
             try:
                 session = await self._shake_hands(sock)
-            except SessionError as error:
-                logger.error("a connection from %s is refused: %s", host, error)
-                return
-            except OSError as error:
-                logger.error("a connection from %s broke during its handshake: %s", host, error)
-                return
-            expected = self._expected.get((session.greeting.name, session.greeting.incarnation))
-            if expected is None or expected.done():  # since the handshake began
+            except (SessionError, OSError) as error:
+                self._log_refusal(host, error)
                 return
             set_options(sock, self._fence_s)
             refused.pop_all()
-            expected.set_result(await FrontendSocket.open(sock, session))
+            end = await FrontendSocket.open(sock, session)
+            expected = self._expected.get((session.greeting.name, session.greeting.incarnation))
+            if expected is None or expected.done():  # since the handshake began
+                end.close()
+            else:
+                expected.set_result(end)
+
+    def _log_refusal(self, host: str, error: SessionError | OSError) -> None:
+        """Logs one line a second at most: strangers may come as often as they like."""
+        now_s = self._clock.now()
+        if now_s - self._logged_s >= 1.0:
+            self._logged_s = now_s
+            logger.error("a connection from %s is refused: %s", host, error)
 
     async def _shake_hands(self, sock: socket.socket) -> Session:
         """Raises SessionError and OSError."""

@@ -484,6 +484,8 @@ class InstanceSocket(_Inbox):
         self._codec = codec
         self._sending = threading.Lock()  # with a codec, both threads write
         self._received = b"" if codec is None else codec.open(b"")
+        self._readable = select.poll()
+        self._readable.register(sock, select.POLLIN)
         self._reader = FrameReader()
         self._known_pixels: KnownPixels | None = None
         self._closing = False
@@ -526,17 +528,16 @@ class InstanceSocket(_Inbox):
         """Waits for bytes of frames; returns b"" at the end of file. Raises OSError and WireError."""
         if self._codec is None:
             return self._sock.recv(_RECEIVE_BYTES)
-        readable = select.poll()
-        readable.register(self._sock, select.POLLIN)
         while True:
             data = b""
-            if readable.poll(self._codec.ping_s * 1e3):
+            if self._readable.poll(self._codec.ping_s * 1e3):
                 data = self._sock.recv(_RECEIVE_BYTES)
                 if not data:
                     return b""
                 data = self._codec.open(data)
             with self._sending:
-                self._sock.sendall(self._codec.take_outgoing())
+                if outgoing := self._codec.take_outgoing():
+                    self._sock.sendall(outgoing)
             if data:
                 return data
 

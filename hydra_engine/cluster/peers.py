@@ -141,7 +141,11 @@ class PeerLink:
         with self._lock:
             if self._closed or self.problem:
                 return False
-            return self._send(memoryview(data if self._codec is None else self._codec.seal(data)))
+            try:
+                return self._send(memoryview(data if self._codec is None else self._codec.seal(data)))
+            except channel.WireError as error:
+                self.problem = str(error)
+                return True
 
     def _send(self, left: memoryview) -> bool:
         if not self._backlog and left:

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from hydra_engine.cluster.supervisor import Supervisor
 from hydra_engine.config import ClusterConfig, EngineConfig
 from hydra_engine.core.instances import Condition
 from hydra_engine.core.messages import NeedImages
-from hydra_engine.errors import EngineClosed
+from hydra_engine.errors import ConfigError, EngineClosed
 from hydra_nodes import launcher
 from hydra_nodes.agent import NodeAgent
 from hydra_nodes.children import AgentLost
@@ -25,6 +26,7 @@ from hydra_nodes.launcher import NodeLauncher, PlacedAgent
 from tests.cluster.conftest import alive, no_leak, wait_until
 from tests.cluster.recorder import Recorder
 from tests.faults import SetFault
+from tests.nodes.certificates import make_authority, make_node
 from tests.nodes.stand_in import COMMAND
 
 __all__ = ["no_leak"]
@@ -138,6 +140,17 @@ async def test_instances_of_two_nodes_come_up_talk_and_come_back(make: Make, nod
     assert recorder.links["pd0"].incarnation > old.incarnation
     await supervisor.stop()
     assert [state.condition for state in supervisor.states()] == [Condition.STOPPED] * 3
+
+
+@pytest.mark.slow
+async def test_instances_with_certificates_come_up(make: Make, nodes: Nodes, tmp_path: Path) -> None:
+    make_authority(tmp_path / "authority")
+    folder = make_node(tmp_path / "node", tmp_path / "authority")
+    supervisor, recorder = make("E@a+PD@b", cluster_tls=str(folder)), Recorder()
+    await recorder.start(supervisor)
+    assert recorder.pairs == {("e0", "pd0")}
+    with pytest.raises(ConfigError, match=r"--cluster-tls .*tls\.crt"):
+        make("E@a+PD@b", cluster_tls=str(tmp_path))
 
 
 @pytest.mark.slow

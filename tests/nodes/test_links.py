@@ -10,8 +10,8 @@ import pytest
 from hydra_engine.cluster import channel
 from hydra_engine.instance.ports import FromPeer, PeerDown, PeerUp
 from hydra_nodes.facts import deployment_facts
-from hydra_nodes.links import LINK, LinkMaker
-from hydra_nodes.session import Greeting
+from hydra_nodes.links import LINK, LinkCodec, LinkMaker
+from hydra_nodes.session import Greeting, SessionError
 from tests.cluster.conftest import no_leak  # noqa: F401
 from tests.cluster.stand_in import offer
 from tests.cluster.test_peers import Node, nodes  # noqa: F401
@@ -126,6 +126,21 @@ def test_a_peer_that_is_cut_off_is_given_up(pair: tuple[Node, Node], proxy: Prox
     proxy.passed.clear()
     assert "node 'node of p0' has not been heard of for 0.5 s" in e0.wait(PeerDown)[0].problem
     p0.wait(PeerDown)
+
+
+def test_a_codec_that_fails_while_the_instance_sends_ends_the_connection(
+    pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    e0, p0 = pair
+    join(e0, p0)
+    e0.wait(PeerUp)
+
+    def fail(*_: object) -> bytes:
+        raise SessionError("TLS ended")
+
+    monkeypatch.setattr(LinkCodec, "seal", fail)
+    e0.sockets.send("p0", [offer(1)])
+    assert e0.wait(PeerDown)[0].problem == "TLS ended"
 
 
 def test_a_connection_that_brings_no_handshake_is_refused(pair: tuple[Node, Node]) -> None:

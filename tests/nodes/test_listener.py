@@ -84,6 +84,22 @@ async def test_a_node_with_other_facts_fails_the_start_and_says_which() -> None:
             await expected
 
 
+async def test_who_is_expected_no_longer_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with listening() as opened:
+        expected = opened.expect("p0", 7)
+        open_end = FrontendSocket.open
+
+        async def cancel_and_open(sock: socket.socket, codec: channel.Codec) -> FrontendSocket:
+            expected.cancel()
+            await asyncio.sleep(0)
+            return await open_end(sock, codec)
+
+        monkeypatch.setattr(FrontendSocket, "open", cancel_and_open)
+        with await dial(opened.address) as sock:
+            sock.settimeout(5)
+            assert await asyncio.to_thread(sock.recv, 10) == b""
+
+
 async def test_a_port_that_is_taken_is_refused_with_the_node() -> None:
     async with listening() as opened:
         with pytest.raises(ResourceError, match=r"node 'a' cannot listen for instances at 127\.0\.0\.1:\d+ \(Address"):
