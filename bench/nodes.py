@@ -2,7 +2,7 @@
 
 Two real processes over loopback. Per size, in turns within one run: memcpy of blocks anywhere to blocks anywhere within
 this process, a bare TCP socket with the same scatter-gather and nothing else, and the network of the engine
-(`hydra_nodes/blocks.py`) with each of its MACs and, as a yardstick that it does not offer, without one. Throughput is
+(`hydra_nodes/blocks.py`) with each of its MACs, in TLS, and, as a yardstick that it does not offer, bare. Throughput is
 bytes over the median time of a read; each waits for the one before. CPU seconds are those of both processes. Then the
 time from the death of a source in the middle of a read until the target knows it.
 
@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import shutil
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +38,7 @@ from hydra_nodes.block_connection import batches, block_views
 from hydra_nodes.blocks import TcpBlocks
 from hydra_nodes.macs import HmacSha256, Mac, MacKind, best_mac
 from hydra_nodes.session import Greeting
+from hydra_nodes.tls import AUTHORITY, CERTIFICATE, KEY, TlsFiles
 
 BLOCK_BYTES = 64 << 10
 NUM_BLOCKS = 2048  # of a pool: more than any cache of the processor has
@@ -73,8 +76,18 @@ def macs() -> list[MacKind]:
     return [*([] if isinstance(best, HmacSha256) else [best]), HmacSha256(), NoMac()]
 
 
-def network(name: str, mac: MacKind) -> TcpBlocks:
-    return TcpBlocks(SECRET, Greeting("bench", name, name), HOST, mac=mac)
+def networks(name: str, certificates: Path) -> dict[str, TcpBlocks]:
+    greeting = Greeting("bench", name, name)
+    found = {mac.name: TcpBlocks(SECRET, greeting, HOST, mac=mac) for mac in macs()}
+    return found | {"tls": TcpBlocks(SECRET, greeting, HOST, make_layer=TlsFiles(certificates))}
+
+
+def make_certificates(folder: Path) -> None:
+    """Makes a certificate that is its own authority."""
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-keyout", str(folder / KEY)]
+    command = ["openssl", "req", "-x509", *key, "-out", str(folder / CERTIFICATE), "-days", "2", "-subj", "/CN=bench"]
+    subprocess.run(command, check=True, capture_output=True)
+    shutil.copy(folder / CERTIFICATE, folder / AUTHORITY)
 
 
 def pool(seed: int) -> Rows:
@@ -84,10 +97,10 @@ def pool(seed: int) -> Rows:
 # ---- the source
 
 
-def serve(control: socket.socket) -> None:
+def serve(control: socket.socket, certificates: Path) -> None:
     """Serves the pool in all ways, says where, and then answers each byte with its seconds of CPU so far."""
     rows = pool(1)
-    endpoints = [network("source", mac).serve({KIND: rows}, lambda _: WORD, 16) for mac in macs()]
+    endpoints = [one.serve({KIND: rows}, lambda _: WORD, 16) for one in networks("source", certificates).values()]
     listener = socket.create_server((HOST, 0))
     threading.Thread(target=_serve_bare, args=(listener, rows), daemon=True).start()
     control.sendall(" ".join([str(listener.getsockname()[1]), *endpoints]).encode() + b"\n")
@@ -120,24 +133,24 @@ def _rest(views: list[memoryview], num_bytes: int) -> list[memoryview]:
 class Source:
     """The process that serves, as this one sees it."""
 
-    def __init__(self) -> None:
+    def __init__(self, certificates: Path) -> None:
         self.control, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "bench.nodes", "--serve", str(theirs.fileno())]
+        command = [sys.executable, "-m", "bench.nodes", "--serve", str(theirs.fileno()), "--tls", str(certificates)]
         self.process = subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()])
         theirs.close()
         line = self.control.makefile().readline()
         if not line:
             raise SystemExit("the source has not started")
-        port, *self.endpoints = line.split()
+        port, *endpoints = line.split()
         self.port = int(port)
+        opened = networks("target", certificates)
+        self.remotes = {
+            name: one.open("source", endpoint) for (name, one), endpoint in zip(opened.items(), endpoints, strict=True)
+        }
 
     def cpu_s(self) -> float:
         self.control.sendall(b"?")
         return float(_SECONDS.unpack(self.control.recv(_SECONDS.size, socket.MSG_WAITALL))[0])
-
-    def open(self, mac: MacKind) -> RemoteBlocks:
-        index = [kind.name for kind in macs()].index(mac.name)
-        return network("target", mac).open("source", self.endpoints[index])
 
     def close(self) -> None:
         self.control.close()
@@ -147,11 +160,13 @@ class Source:
 
 @contextmanager
 def source() -> Iterator[Source]:
-    started = Source()
-    try:
-        yield started
-    finally:
-        started.close()
+    with tempfile.TemporaryDirectory() as folder:
+        make_certificates(Path(folder))
+        started = Source(Path(folder))
+        try:
+            yield started
+        finally:
+            started.close()
 
 
 def bare_reader(port: int, target: Rows) -> Read:
@@ -189,7 +204,7 @@ def memcpy(target: Rows) -> Read:
 
 
 def readers(served: Source, target: Rows) -> dict[str, Read]:
-    named = {f"tcp, {mac.name}": remote_reader(served.open(mac), target) for mac in macs()}
+    named = {f"tcp, {name}": remote_reader(remote, target) for name, remote in served.remotes.items()}
     return {"memcpy": memcpy(target), "bare socket": bare_reader(served.port, target), **named}
 
 
@@ -250,7 +265,7 @@ def deaths(rounds: int) -> list[float]:
     target, everything = np.zeros((NUM_BLOCKS, BLOCK_BYTES), np.uint8), np.arange(NUM_BLOCKS, dtype=np.int32)
     while len(found) < rounds:
         with source() as served:
-            read = remote_reader(served.open(best_mac()), target)
+            read = remote_reader(served.remotes[best_mac().name], target)
             read(everything[:1], everything[:1])
             killed_s: list[float] = []
 
@@ -309,6 +324,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="few rounds, some seconds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the document there too")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--tls", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.quick:
         options.rounds, options.deaths = 3, 1
@@ -318,7 +334,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     options = parse()
     if options.serve is not None:
-        serve(socket.socket(fileno=options.serve))
+        serve(socket.socket(fileno=options.serve), options.tls)
         return
     document = run(options)
     if options.json is not None:

@@ -84,7 +84,7 @@ class BlockConnection:
         self._layer = layer
         self._mac = mac
         self._patience_s = patience_s
-        self._unwrapped = bytearray(session.open(b""))
+        self._unwrapped = memoryview(session.open(b""))  # received in TLS, not taken yet
         requests, answers = session.derive_key("requests for blocks"), session.derive_key("answers with blocks")
         self._sending, self._receiving = (requests, answers) if is_client else (answers, requests)
         self._num_sent = self._num_received = 0  # messages
@@ -178,10 +178,10 @@ class BlockConnection:
             num_bytes = self._call(lambda: self._sock.recvmsg_into(waiting, 0, socket.MSG_WAITALL)[0])
         else:
             while not self._unwrapped and (data := self._call(lambda: self._sock.recv(BATCH_BYTES))):
-                self._unwrapped += self._unwrap(self._layer, data)
+                self._unwrapped = memoryview(self._unwrap(self._layer, data))
             num_bytes = min(len(self._unwrapped), len(waiting[0]))
             waiting[0][:num_bytes] = self._unwrapped[:num_bytes]
-            del self._unwrapped[:num_bytes]
+            self._unwrapped = self._unwrapped[num_bytes:]
         if not num_bytes:
             raise ConnectionEnded("the connection ended")
         return num_bytes

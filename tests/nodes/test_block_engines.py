@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,10 @@ import pytest
 
 from bench.mixed import Outcome, agrees, alone, mixture, submit, together
 from hydra_engine import Engine
-from hydra_engine.cluster.supervisor import Supervisor
 from hydra_engine.errors import HydraError
 from tests.campaigns.restless import RestlessEngine
 from tests.engine.conftest import assert_at_rest
+from tests.nodes.tcp_launcher import TcpLauncher
 from tools.miniatures import make_tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -40,10 +38,8 @@ def golden(tiny_model: Path) -> list[Outcome]:
 
 
 @pytest.fixture(autouse=True)
-def on_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    command = [sys.executable, "-m", "tests.nodes.remote_instance"]
-    monkeypatch.setitem(Supervisor.__init__.__kwdefaults__, "command", command)
-    yield
+def on_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hydra_engine.cluster.supervisor.LocalLauncher", TcpLauncher)
 
 
 @pytest.mark.parametrize(

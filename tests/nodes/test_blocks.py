@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,9 @@ from hydra_nodes.block_connection import BATCH_BYTES
 from hydra_nodes.blocks import TcpBlocks
 from hydra_nodes.macs import HmacSha256, Mac, MacKind, best_mac
 from hydra_nodes.session import handshake_client
+from hydra_nodes.tls import TlsFiles
 from tests.nodes.blocks import FORMATS, POISON, SECRET, SLOT, WORD, Side, connect, greeting, job, network, pull, sides
+from tests.nodes.certificates import make_authority, make_node
 from tests.worker.pulling import num_descriptors, num_mappings
 
 KV = PoolKind.KV
@@ -128,15 +131,26 @@ def macs() -> list[MacKind]:
     return [best] if isinstance(best, HmacSha256) else [best, HmacSha256()]
 
 
-@pytest.mark.parametrize("mac", macs(), ids=lambda mac: mac.name)
-def test_odd_sizes_and_more_blocks_than_a_request_has_room_for(mac: MacKind, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mac", [*macs(), None], ids=lambda mac: mac.name if mac else "tls")
+def test_odd_sizes_and_more_blocks_than_a_request_has_room_for(
+    mac: MacKind | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"mac": mac}
+    if mac is None:
+        make_authority(tmp_path / "authority")
+        options["make_layer"] = TlsFiles(make_node(tmp_path / "node", tmp_path / "authority"))
     for num_bytes, num_blocks in ((1, 700), (3 * BATCH_BYTES // 2 + 1, 5), (BATCH_BYTES, 3), (4099, 300)):
         rows, target = random_rows(num_blocks, num_bytes), np.zeros((num_blocks, num_bytes), np.uint8)
         monkeypatch.setattr(wire, "MAX_BLOCKS", 256)
-        with served(rows, mac=mac) as (_, endpoint), opened(endpoint, mac=mac) as remote:
+        with served(rows, **options) as (_, endpoint), opened(endpoint, **options) as remote:
             order = np.random.default_rng(3).permutation(num_blocks).tolist()
-            assert read(remote, target, order)
+            assert read(remote, target, order) and read(remote, target, order)
             assert np.array_equal(target, rows)
+            with pytest.raises(TransferError, match="not block"):
+                read(remote, target, [num_blocks], [0])
+            if mac is None:  # a node without certificates is refused
+                with opened(endpoint) as plain, pytest.raises(TransferError):
+                    read(plain, target, [0])
 
 
 def test_a_word_that_changes_behind_the_bytes_makes_the_pull_invalid() -> None:
