@@ -1,9 +1,9 @@
 """Specs of the papers' models, without weights: those that ship as shapes, and others from the figures of their
 published config.json. Nothing is read from the network, and nothing but formulas is made of them.
 
-MiniCPM-V 2.6 is no family of the engine: it is here with its tower's and decoder's sizes and its slicing, and with a
-merging of patches where it has a resampler. InternVL2's decoder has the shape of a Llama. openPangu-7B-VL has
-published no config: EPD-Serve's token counts are those of Qwen2.5-VL, which stands for it.
+MiniCPM-V 2.6 has its tower's and decoder's sizes and its slicing here, and a merging of patches where its family in the
+engine has a resampler. InternVL2's decoder has the shape of a Llama. EPD-Serve's token counts for openPangu-7B-VL are
+those of Qwen2.5-VL, which stands for it.
 """
 
 from __future__ import annotations
