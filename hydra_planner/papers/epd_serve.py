@@ -1,8 +1,8 @@
 """EPD-Serve (arXiv 2601.11590): deployments on Ascend 910B, instances that share a device, and what is moved early.
 
 Qwen2.5-VL-7B stands for openPangu-7B-VL: EPD-Serve's tables have its 3584 features and its tokens for a picture.
-openPangu-VL-7B, which the engine serves, was published later and is not used here. Ascend devices have their datasheet's
-peaks; how two steps share one is the roofline's estimate and not measured.
+openPangu-VL-7B, which the engine serves, was published later and is not used here. Ascend devices have their
+datasheet's peaks; how two steps share one is the roofline's estimate and not measured.
 """
 
 from __future__ import annotations
