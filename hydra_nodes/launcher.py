@@ -51,6 +51,10 @@ class Cluster(Protocol):
         name of the instance. Raises HydraError; `free` is called after that too."""
         ...
 
+    def describe(self, config: EngineConfig) -> list[tuple[str, str]]:
+        """Returns what each node has, by name. Raises HydraError."""
+        ...
+
     async def free(self) -> None:
         """Ends the agents, and with them what they have started. Idempotent."""
         ...
@@ -73,6 +77,9 @@ class NodeLauncher:
         self._started: set[str] = set()
         self._children: set[NodeChild] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def describe(self) -> list[tuple[str, str]]:
+        return self._cluster.describe(self._config)
 
     async def open(self) -> None:
         (node, host), self._places = await self._cluster.place(self._config)

@@ -118,6 +118,17 @@ class RayCluster:
         host = str(self._ray.util.get_node_ip_address())
         return (next((_names(node)[0] for node in nodes if host in _names(node)), host), host), places
 
+    def describe(self, config: EngineConfig) -> list[tuple[str, str]]:
+        check_token()
+        self._join(config.cluster.ray_address or os.environ.get("RAY_ADDRESS", "auto"))
+        ray, self._ray = self._ray, None
+        rows = [("ray", f"{ray.__version__}, with a token")]
+        for node in _alive_nodes(ray):
+            resources = ", ".join(f"{node['Resources'].get(kind, 0):g} {kind}" for kind in (CPU, GPU))
+            rows.append((_names(node)[0], f"{node['NodeManagerAddress']}, {resources}"))
+        self._leave(ray)
+        return rows
+
     def _join(self, address: str | None) -> None:
         """Connects this process with the cluster. Raises ConfigError."""
         os.environ["RAY_AUTH_MODE"] = "token"

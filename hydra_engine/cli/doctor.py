@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra_engine import __version__
-from hydra_engine.config import DEMO_MODEL, EngineConfig
+from hydra_engine.config import DEMO_MODEL, ClusterConfig, EngineConfig
 from hydra_engine.core.units import size
 from hydra_engine.errors import HydraError
 from hydra_engine.profiler.start import processor_name
@@ -29,9 +29,12 @@ _PACKAGES = (
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", default="auto", help="auto, native or reference")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda:N")
+    parser.add_argument("--cluster", metavar="ray", help="also the nodes of the Ray cluster that runs here")
+    parser.add_argument("--ray-address", metavar="HOST:PORT", help="with --cluster ray: of another Ray cluster")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    cluster = ClusterConfig(launcher=arguments.cluster, ray_address=arguments.ray_address)
     select: Any = import_module("hydra_engine.backend.select")
     cpu = select.describe_cpu()
     cuda = import_module("hydra_engine.backend.devices").cuda_support()
@@ -58,7 +61,22 @@ def run(arguments: argparse.Namespace) -> int:
     sys.stdout.write("operations\n")
     for op, implementation, reason in ops:
         sys.stdout.write(f"  {op:20} {implementation:18} {reason}\n")
-    return 0 if cpu["extension"] else 1
+    has_cluster = cluster.launcher is None or _write_cluster(cluster.launcher, cluster)
+    return 0 if cpu["extension"] and has_cluster else 1
+
+
+def _write_cluster(name: str, cluster: ClusterConfig) -> bool:
+    """Writes the section about a cluster. Returns False for one that could not be used."""
+    launcher: Any = import_module("hydra_engine.cluster.launcher")
+    sys.stdout.write("cluster\n")
+    try:
+        rows = launcher.load_launcher(name, EngineConfig(cluster=cluster)).describe()
+    except HydraError as error:
+        sys.stdout.write(f"  {name:20} {error.message}\n")
+        return False
+    for node, value in rows:
+        sys.stdout.write(f"  {node:20} {value}\n")
+    return True
 
 
 def _versions() -> list[tuple[str, str]]:

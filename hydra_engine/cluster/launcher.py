@@ -25,6 +25,11 @@ OnFailure = Callable[[str], None]
 class Launcher(Protocol):
     """The starter of instances. Its methods run on the supervisor's loop and must not block it."""
 
+    def describe(self) -> list[tuple[str, str]]:
+        """Returns what `doctor` says of the machines, by name. Call it on a launcher that is not opened. Raises
+        HydraError."""
+        ...
+
     async def open(self) -> None:
         """Prepares for the instances of the topology. Raises HydraError if they cannot be placed; `close` is called
         after that too."""
@@ -56,6 +61,9 @@ class LocalLauncher:
         self._strict = strict
         self._command = command
         self._ahead = {} if ahead is None else ahead
+
+    def describe(self) -> list[tuple[str, str]]:
+        return []
 
     async def open(self) -> None:
         """Does nothing."""

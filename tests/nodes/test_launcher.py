@@ -82,6 +82,9 @@ class Nodes:
         places = {name: PlacedAgent(one, specs[name].node, "127.0.0.1", "cpu") for name, one in self.agents.items()}
         return ("front", "127.0.0.1"), places
 
+    def describe(self, config: EngineConfig) -> list[tuple[str, str]]:
+        return []
+
     async def free(self) -> None:
         self.freed = True
         for one in self.agents.values():

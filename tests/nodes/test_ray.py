@@ -351,5 +351,8 @@ def test_a_node_that_is_not_there_and_a_wrong_token(nodes: RayNodes) -> None:
 
     code, sentence = refusal("E@nowhere+PD@a")
     assert code == 2 and "the Ray cluster has no node nowhere, only" in sentence
+    doctor = [command[0], "-m", "hydra_engine", "doctor", "--cluster", "ray", "--ray-address", nodes.address]
+    said = subprocess.run(doctor, env=nodes.environment, capture_output=True, text=True, timeout=120).stdout
+    assert "\n  ray                  2." in said and f"127.0.0.2, {CPU_NODES} CPU, 0 GPU\n" in said
     code, sentence = refusal("E@a+PD@b", RAY_AUTH_TOKEN="another token of some length")
     assert code == 2 and "cannot be joined" in sentence
