@@ -18,6 +18,7 @@ import numpy as np
 
 from hydra_engine.core.plans import BlockIds
 from hydra_engine.transfer.network import Rows
+from hydra_nodes.links import set_options
 from hydra_nodes.macs import Mac, MacKind
 from hydra_nodes.session import Layer, Session, SessionError
 
@@ -88,7 +89,7 @@ class BlockConnection:
         requests, answers = session.derive_key("requests for blocks"), session.derive_key("answers with blocks")
         self._sending, self._receiving = (requests, answers) if is_client else (answers, requests)
         self._num_sent = self._num_received = 0  # messages
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        set_options(sock, patience_s)  # or a thread would wait for ever for a node that has lost its power
         seconds, rest = divmod(patience_s, 1.0)
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             sock.setsockopt(socket.SOL_SOCKET, option, _TIME.pack(int(seconds), int(rest * 1e6)))

@@ -358,6 +358,16 @@ def test_a_source_that_is_gone_is_dialled_less_and_less_often() -> None:
     assert times[0] < 0.04 < times[1] and times[2] > 0.09 and times[3] > 0.18
 
 
+def test_both_ends_ask_at_rest_whether_the_other_lives() -> None:
+    rows = random_rows(8, 10)
+    with served(rows, patience_s=4.0) as (source, endpoint), opened(endpoint, patience_s=4.0) as remote:
+        assert read(remote, rows.copy(), [1])
+        for sock in (remote._sock, *source._source._serving.values()):  # type: ignore[attr-defined, union-attr]
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 1
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 4000
+
+
 def test_a_source_that_falls_silent_is_left_after_a_while() -> None:
     silence = threading.Event()
     rows = random_rows(8, 10)
