@@ -215,6 +215,7 @@ async def test_an_instance_ends_with_its_frontend(agent: Agent) -> None:
         assert time.monotonic() - begun_s < 1.0
 
 
+@pytest.mark.slow
 async def test_an_instance_that_is_cut_off_ends_itself(agent: Agent) -> None:
     async with listening() as opened:
         proxy = Proxy(opened.address)
