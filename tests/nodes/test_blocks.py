@@ -287,6 +287,7 @@ def test_a_request_that_was_altered_or_is_too_long_ends_its_connection() -> None
                 assert _all_of(sock) == b""
 
 
+@pytest.mark.slow
 def test_strangers_take_few_places_and_members_are_served_on() -> None:
     rows, target = random_rows(8, 10), np.zeros((8, 10), np.uint8)
     with served(rows, patience_s=0.4) as (_, endpoint), opened(endpoint) as member:
@@ -380,6 +381,7 @@ def test_a_source_that_falls_silent_is_left_after_a_while() -> None:
         silence.set()
 
 
+@pytest.mark.slow
 def test_a_target_that_does_not_read_costs_the_source_no_memory_and_the_others_no_time() -> None:
     rows, target = random_rows(64, 1 << 20), np.zeros((64, 1 << 20), np.uint8)
     with served(rows, patience_s=0.5) as (source, endpoint), opened(endpoint) as good:
