@@ -123,7 +123,7 @@ class NodeLauncher:
             return str(error)
         except SessionError as error:
             child.kill()
-            return f"is refused: {error}"
+            return f"is refused ({error})"
         finally:
             connecting.cancel()
 

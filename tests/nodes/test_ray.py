@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -42,6 +42,7 @@ NODES = [
     {"NodeName": "c", "NodeManagerHostname": "host2", "NodeManagerAddress": "10.0.0.3", "Resources": {"CPU": 1.0}},
 ]
 CPU_NODES = 4
+REFUSED_S = 30.0  # 5 to 7 on idle cores
 
 
 def config_of(topology: str) -> EngineConfig:
@@ -182,9 +183,11 @@ def is_named(pid: int, part: str) -> bool:
 def descendants(pid: int) -> list[int]:
     found, todo = [], [pid]
     while todo:
-        for task in Path(f"/proc/{todo.pop()}/task").glob("*/children"):
-            todo += map(int, task.read_text().split())
-            found += map(int, task.read_text().split())
+        with suppress(OSError):  # one that ends meanwhile
+            for task in Path(f"/proc/{todo.pop()}/task").glob("*/children"):
+                children = [int(child) for child in task.read_text().split()]
+                todo += children
+                found += children
     return found
 
 
@@ -278,14 +281,10 @@ def wait_ready(server: Served) -> None:
     wait_until(are_ready, "all instances are ready")
 
 
-def process_of(name: str) -> int:
-    found = [
-        int(path.name)
-        for path in Path("/proc").glob("[0-9]*")
-        if is_named(int(path.name), f"hydra_nodes.process\0--name\0{name}\0")
-    ]
-    assert len(found) == 1
-    return found[0]
+def process_of(name: str, nodes: RayNodes) -> int:
+    started = [pid for process in nodes.processes.values() for pid in descendants(process.pid)]
+    (found,) = [pid for pid in started if is_named(pid, f"hydra_nodes.process\0--name\0{name}\0")]
+    return found
 
 
 PICTURES = [question for question in QUESTIONS if question["picture"]]
@@ -301,16 +300,17 @@ def test_two_nodes_answer_as_one_and_any_of_them_may_die(nodes: RayNodes) -> Non
     try:
         for question in (PICTURES[0], TEXT):
             assert ask(server, question)[:2] == (200, question["answer"]), "as on one node"
-        os.kill(process_of("e0"), signal.SIGKILL)
+        os.kill(process_of("e0", nodes), signal.SIGKILL)
         status, said, seconds = ask(server, PICTURES[1])
-        assert (status, said) == (200, PICTURES[1]["answer"]) or (status == 503 and seconds < 8), (said, seconds)
+        is_refused = status == 503 and seconds < REFUSED_S
+        assert is_refused or (status, said) == (200, PICTURES[1]["answer"]), (said, seconds)
         wait_ready(server)
         assert instances(server)["e0"]["restarts"] == 1
         nodes.kill_raylet("b")
-        wait_until(lambda: instances(server)["e0"]["condition"] != "ready", "its instance ends with it", within_s=10)
+        wait_until(lambda: instances(server)["e0"]["condition"] != "ready", "its instance ends with it")
         assert ask(server, TEXT)[:2] == (200, TEXT["answer"])
         status, said, seconds = ask(server, PICTURES[2])
-        assert status == 503 and seconds < 8, (status, said, seconds)
+        assert status == 503 and seconds < REFUSED_S, (status, said, seconds)
         assert ask(server, TEXT)[:2] == (200, TEXT["answer"])
         nodes.end("b")
         nodes.start("b", "127.0.0.2")
@@ -318,7 +318,7 @@ def test_two_nodes_answer_as_one_and_any_of_them_may_die(nodes: RayNodes) -> Non
         for question in QUESTIONS:
             assert ask(server, question)[:2] == (200, question["answer"])
         assert server.get("/debug/ledger")["at_rest"]
-        pids = [process_of(name) for name in ("e0", "pd0")]
+        pids = [process_of(name, nodes) for name in ("e0", "pd0")]
     finally:
         server.end()
     assert server.process.returncode == 0 and not any(is_named(pid, "hydra_nodes") for pid in pids), "nothing stays"
@@ -334,10 +334,10 @@ def test_a_node_that_is_cut_off_ends_its_instance_and_serves_again_when_it_is_ba
         server = Served(*options, command=command, environment=nodes.environment)
         try:
             assert ask(server, PICTURES[0])[:2] == (200, PICTURES[0]["answer"])
-            first = process_of("e0")
+            first = process_of("e0", nodes)
             ip("link", "set", other.cable, "down")
             status, said, seconds = ask(server, PICTURES[1])
-            assert status == 503 and seconds < 8, (status, said, seconds)
+            assert status == 503 and seconds < REFUSED_S, (status, said, seconds)
             assert ask(server, TEXT)[:2] == (200, TEXT["answer"])
             wait_until(lambda: not is_named(first, "hydra_nodes"), "who is cut off ends itself")
             wait_until(lambda: instances(server)["e0"]["condition"] == "starting", "its end is known")
