@@ -49,7 +49,7 @@ def every_late_token_is_explained(engine: Engine) -> None:
     [
         ("EPD", {"token_budget": 24}),
         pytest.param("EP+D", {"token_budget": 24}, marks=pytest.mark.slow),
-        ("EP+D", {"token_budget": 512, "prefix_caching": False}),
+        pytest.param("EP+D", {"token_budget": 512, "prefix_caching": False}, marks=pytest.mark.slow),
         ("ED+P", {"token_budget": 24}),
         pytest.param("ED+P", {"token_budget": 512}, marks=pytest.mark.slow),
         pytest.param("E+PD", {"token_budget": 24}, marks=pytest.mark.slow),
