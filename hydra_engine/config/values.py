@@ -181,7 +181,7 @@ def _choice(option: Option, value: Any, where: str) -> str:
     if option.choices is None:
         raise wrong_value(option, where, "text", value)
     *others, last = option.choices
-    raise wrong_value(option, where, f"{', '.join(others)} or {last}", value)
+    raise wrong_value(option, where, f"{', '.join(others)} or {last}" if others else last, value)
 
 
 def wrong_value(option: Option, where: str, expected: str, value: object) -> ConfigError:
