@@ -228,29 +228,12 @@ class EmulatedBuild(IncrementalBuild):
 
 
 setup(
-    packages=[
-        *find_packages(
-            include=[
-                "hydra_engine*",
-                "hydra_planner*",
-                "hydra_terminal*",
-                "hydra_nodes*",
-                "hydra_quantizer*",
-                "hydra_transformers*",
-            ]
-        ),
-        "hydra_kernels",
-    ],
+    packages=[*find_packages(include=["hydra_*"]), "hydra_kernels"],
     package_dir={"hydra_kernels": "kernels/hydra_kernels"},
     package_data={
-        "hydra_engine": ["*.pyi", "py.typed"],
+        "": ["*.pyi", "py.typed"],
         "hydra_engine.demo": ["model/*", "pictures/*", "*.json"],
         "hydra_engine.models": ["shapes/*/*"],
-        "hydra_nodes": ["py.typed"],
-        "hydra_planner": ["py.typed"],
-        "hydra_terminal": ["py.typed"],
-        "hydra_quantizer": ["py.typed"],
-        "hydra_transformers": ["py.typed"],
         "hydra_planner.hardware": ["*.json"],
         "hydra_engine.server.page": ["static/**/*"],
     },

@@ -8,9 +8,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = (
-    *("hydra_engine", "hydra_nodes", "hydra_planner", "hydra_terminal", "hydra_quantizer", "hydra_transformers"),
-)
+PACKAGES = tuple(sorted(path.parent.name for path in ROOT.glob("hydra_*/__init__.py")))
 SHIPPED = (*PACKAGES, "kernels", "tools")  # packages, and tools that follow their rules
 
 

@@ -6,15 +6,10 @@ import re
 from collections.abc import Iterator
 from functools import cache
 
-from tests.architecture.sources import ROOT, files_in, text_of
+from tests.architecture.sources import PACKAGES, ROOT, files_in, text_of
 
 LOOKED_AT = (
-    "hydra_engine/",
-    "hydra_nodes/",
-    "hydra_planner/",
-    "hydra_terminal/",
-    "hydra_quantizer/",
-    "hydra_transformers/",
+    *(f"{package}/" for package in PACKAGES),
     "kernels/",
     "bench/",
     "tests/campaigns/",

@@ -100,15 +100,16 @@ def test_hadolint_finds_nothing(path: Path) -> None:
 
 
 def context(folder: Path) -> None:
-    """Copies what .dockerignore lets through, of its forms `*`, `!NAME` and `**/PATTERN`."""
+    """Copies what .dockerignore lets through, of its forms `*`, `!PATTERN` and `**/PATTERN`."""
     everything, *lines = [line for line in text_of(ROOT / ".dockerignore").splitlines() if not line.startswith("#")]
     assert everything == "*"
     left_out = shutil.ignore_patterns(*(line.removeprefix("**/") for line in lines if line.startswith("**/")))
-    for name in (line.removeprefix("!") for line in lines if line.startswith("!")):
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / name, ignore=left_out)
+    kept = (path for line in lines if line.startswith("!") for path in ROOT.glob(line.removeprefix("!")))
+    for path in kept:
+        if path.is_dir():
+            shutil.copytree(path, folder / path.name, ignore=left_out)
         else:
-            shutil.copy2(ROOT / name, folder / name)
+            shutil.copy2(path, folder / path.name)
 
 
 @pytest.mark.slow

@@ -16,9 +16,11 @@ from importlib.metadata import files, packages_distributions
 from pathlib import Path
 
 import pytest
+from setuptools import find_packages
 
 import bootstrap
 import hydra_engine
+from tests.architecture.sources import PACKAGES
 from tools import dist
 
 ROOT = Path(__file__).parents[2]
@@ -69,20 +71,7 @@ def check_files(wheel: Path) -> None:
     (extension,) = (name for name in held if name.endswith(".so"))
     assert extension == f"hydra_engine/_C{sysconfig.get_config_var('EXT_SUFFIX')}"
     tracked = subprocess.run(
-        [
-            "git",
-            "ls-files",
-            "--cached",
-            "--others",
-            "--exclude-standard",
-            "hydra_engine",
-            "hydra_nodes",
-            "hydra_planner",
-            "hydra_terminal",
-            "hydra_quantizer",
-            "hydra_transformers",
-            "kernels/hydra_kernels",
-        ],
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", *PACKAGES, "kernels/hydra_kernels"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -222,6 +211,16 @@ def test_no_flag_ties_the_extension_to_the_machine_that_built_it() -> None:
     assert not re.findall(r"-m(?:arch|tune|cpu|avx\w*|amx\w*|fma|f16c)\b", text)
 
 
+def test_every_package_is_checked_and_reaches_the_builds() -> None:
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
+    isort = tools["ruff"]["lint"]["isort"]["known-first-party"]
+    for listed in (tools["mypy"]["files"], tools["coverage"]["run"]["source"], isort):
+        assert set(PACKAGES) <= set(listed)
+    assert set(PACKAGES) <= set(find_packages(ROOT, include=["hydra_*"]))
+    assert "!hydra_*" in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert 'find_packages(include=["hydra_*"])' in (ROOT / "setup.py").read_text(encoding="utf-8")
+
+
 @pytest.mark.slow
 def test_every_import_is_a_dependency() -> None:
     """Checks shipped packages: a dependency is always installed, or with an extra."""
@@ -229,9 +228,7 @@ def test_every_import_is_a_dependency() -> None:
     named = {re.split(r"[^\w.-]", line)[0].lower().replace("_", "-") for line in lines}
     owners = packages_distributions()
     missing = set()
-    beside = ("hydra_nodes", "hydra_planner", "hydra_terminal", "hydra_quantizer", "hydra_transformers")
-    packages = ("hydra_engine", *beside, "kernels/hydra_kernels")
-    for path in [path for package in packages for path in (ROOT / package).rglob("*.py")]:
+    for path in [path for package in (*PACKAGES, "kernels/hydra_kernels") for path in (ROOT / package).rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = []
             if isinstance(node, ast.Import):
@@ -241,6 +238,6 @@ def test_every_import_is_a_dependency() -> None:
             for name in {n.split(".")[0] for n in names} - set(sys.stdlib_module_names):
                 name = BROUGHT_ALONG.get(name, name)
                 found = {owner.lower().replace("_", "-") for owner in owners.get(name, [name])}
-                if name not in {Path(package).name for package in packages} and not found & named:
+                if name not in {*PACKAGES, "hydra_kernels"} and not found & named:
                     missing.add(f"{name} ({path.relative_to(ROOT)})")
     assert not missing

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.architecture.sources import PACKAGES
 from tests.packaging.flags import FLAG, ROOT, VARIABLE, commands, of_scripts, variables
 from tools import option_table
 
@@ -92,17 +93,7 @@ def test_every_flag_and_variable_exists(document: Path) -> None:
 
 def test_nothing_reads_as_if_an_index_had_the_package() -> None:
     """A name that nobody has registered is one that anybody may take."""
-    folders = (
-        "hydra_engine",
-        "hydra_nodes",
-        "hydra_planner",
-        "hydra_terminal",
-        "hydra_quantizer",
-        "hydra_transformers",
-        "bench",
-        "examples",
-    )
-    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    sources = [path for folder in (*PACKAGES, "bench", "examples") for path in (ROOT / folder).rglob("*.py")]
     sources += [*DOCUMENTS, *(path for path in (ROOT / "deploy").iterdir() if path.is_file())]
     assert not [
         name_of(path)

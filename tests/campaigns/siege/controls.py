@@ -17,7 +17,7 @@ from bench.common import ROOT
 from tests.campaigns.siege.stage import draw
 
 FOLDER = Path(__file__).parent / "controls"
-_PACKAGES = ("hydra_engine", "hydra_nodes", "hydra_planner", "hydra_terminal", "hydra_quantizer", "hydra_transformers")
+_PACKAGES = (path.parent.name for path in ROOT.glob("hydra_*/__init__.py"))
 _COPIED = (*_PACKAGES, "bench", "tools", "tests")
 _IGNORED = shutil.ignore_patterns("__pycache__", "*.so", "results", ".mypy_cache")
 _PREFIX = "# case: "
