@@ -83,22 +83,22 @@ class Silence:
     def __init__(self, suspect_s: float, fence_s: float) -> None:
         self._suspect_s = suspect_s
         self._fence_s = fence_s
-        self._heard_s = 0.0
+        self.heard_s = 0.0
         self.silent = False
 
     def heartbeat(self, now: float) -> bool:
         """Records a message. Returns True if the instance was silent before."""
-        self._heard_s = now
+        self.heard_s = now
         was_silent, self.silent = self.silent, False
         return was_silent
 
     def reset_timer(self, now: float) -> None:
         """Restarts the time at `now`, because the supervisor did not listen before. A silent instance stays silent."""
-        self._heard_s = now
+        self.heard_s = now
 
     def change_due(self, now: float) -> Change | None:
         """Returns the change that is due, if any."""
-        quiet_s = now - self._heard_s
+        quiet_s = now - self.heard_s
         if quiet_s >= self._fence_s:
             return Change.FENCE
         if quiet_s >= self._suspect_s and not self.silent:
@@ -265,14 +265,14 @@ class ClusterListener(Protocol):
         """The instance is ready, for the first time or again. Connections to others follow, each with `on_pair`."""
         ...
 
-    def on_down(self, name: str, reason: str, *, restarts: bool) -> None:
-        """The instance died or was killed; no event of that incarnation follows. Also called for each death before it
-        was ready. `reason` follows its name in a sentence."""
+    def on_down(self, name: str, reason: str, since_s: float, *, restarts: bool) -> None:
+        """The instance died or was killed, which began to show at `since_s`; no event of that incarnation follows. Also
+        called for each death before it was ready. `reason` follows its name in a sentence."""
         ...
 
-    def on_silent(self, name: str, silent: bool) -> None:
-        """The instance has been silent for `suspect_s`; with False, it has sent a message again. A death ends silence
-        too."""
+    def on_silent(self, name: str, since_s: float | None) -> None:
+        """The instance has been silent since then, for `suspect_s`; with None, it has sent a message again. A death
+        ends silence too."""
         ...
 
     def on_pair(self, one: str, other: str, up: bool) -> None:

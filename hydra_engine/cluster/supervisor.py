@@ -169,7 +169,7 @@ class Supervisor:
         member.start_progress.record_sign(now)
         if member.silence.heartbeat(now) and member.exiting is None:
             member.condition, member.reason = Condition.READY, ""
-            self._listener.on_silent(member.name, False)
+            self._listener.on_silent(member.name, None)
         rest: list[ToFrontend] = []
         for message in messages:
             if isinstance(message, Loading | Ready | Failed | PeerState):
@@ -270,7 +270,7 @@ class Supervisor:
                 member.condition = Condition.SILENT
                 member.reason = "has not been heard of for a while"
                 logger.warning("instance %s is silent", member.name)
-                self._listener.on_silent(member.name, True)
+                self._listener.on_silent(member.name, member.silence.heard_s)
             case Change.FENCE if child.killable:
                 child.kill()
                 seconds = member.config.cluster.fence_s
@@ -312,9 +312,9 @@ class Supervisor:
             when = "while it started" if was_starting else "while the others started"
             self._fail_start(EngineClosed(f"instance {member.name} {reason} {when}; see its log above"))
             return
-        self._schedule_restart(member, reason, now)
+        self._schedule_restart(member, reason, now, exiting.since_s)
 
-    def _schedule_restart(self, member: Member, reason: str, now: float) -> None:
+    def _schedule_restart(self, member: Member, reason: str, now: float, since_s: float) -> None:
         waits = member.restarts.record_death(member.served_s(now)) if self.processes else None
         if waits is not None:
             member.start_due_s, member.start_due_if_needed_s = now + waits.usual_s, now + waits.needed_s
@@ -327,7 +327,7 @@ class Supervisor:
                 reason += f"; {self._pace.max_failed_starts} starts in a row have failed"
             logger.error("instance %s %s; it is not started again", member.name, reason)
         member.reason = reason
-        self._listener.on_down(member.name, reason, restarts=waits is not None)
+        self._listener.on_down(member.name, reason, since_s, restarts=waits is not None)
 
     async def _restart(self, member: Member, now: float) -> None:
         """Starts the instance again once it is due and its last process has ended and freed its memory."""
@@ -340,7 +340,7 @@ class Supervisor:
         try:
             await self._launch(member)
         except OSError as error:
-            self._schedule_restart(member, f"cannot be started: {error.strerror}", now)
+            self._schedule_restart(member, f"cannot be started: {error.strerror}", now, now)
 
     def _is_needed(self, member: Member) -> bool:
         """True if no other ready instance serves one of its stages."""

@@ -322,17 +322,17 @@ class Frontend:
         kv_tokens = summary.num_kv_blocks * summary.kv_block_size
         self._dispatcher.on_up(link.name, self._clock.now(), summary.max_num_seqs, kv_tokens)
 
-    def on_down(self, name: str, reason: str, *, restarts: bool) -> None:
+    def on_down(self, name: str, reason: str, since_s: float, *, restarts: bool) -> None:
         if self.state == "closed":
             return
         self._links.pop(name, None)
         self.statuses.forget(name)
         self._watch.forget(name)
         self._queries.forget(name)
-        self._dispatcher.on_down(name, self._clock.now(), restarts=restarts)
+        self._dispatcher.on_down(name, self._clock.now(), restarts=restarts, since_s=since_s)
 
-    def on_silent(self, name: str, silent: bool) -> None:
-        self._dispatcher.on_silent(name, silent, self._clock.now())
+    def on_silent(self, name: str, since_s: float | None) -> None:
+        self._dispatcher.on_silent(name, since_s, self._clock.now())
 
     def on_pair(self, one: str, other: str, up: bool) -> None:
         self._dispatcher.on_pair(one, other, up, self._clock.now())

@@ -191,24 +191,25 @@ class Dispatcher:
         self.instances[name].max_num_seqs, self.instances[name].kv_tokens = max_num_seqs, kv_tokens
         self.wake(now)
 
-    def on_down(self, name: str, now: float, *, restarts: bool) -> None:
+    def on_down(self, name: str, now: float, *, restarts: bool, since_s: float | None = None) -> None:
+        """Moves requests away from an instance that has died, at `since_s` (None: now)."""
         self.instances.mark_down(name, restarts=restarts)
         has_stand_in = self.on_loss()
         for in_flight in self.poison_guard.left_lately(name, now):
             self._fire(Event.DIED_AFTERWARDS, in_flight, now, name)
-        self._lose_all(name, now)
+        self._lose_all(name, now, now if since_s is None else since_s)
         if has_stand_in or not restarts:
             self.wake(now)  # fails the requests that no other instance can serve
 
-    def on_silent(self, name: str, silent: bool, now: float) -> None:
-        """Moves requests away from a silent instance. If it answers again it receives aborts for everything it
-        holds."""
+    def on_silent(self, name: str, since_s: float | None, now: float) -> None:
+        """Moves requests away from an instance that has been silent since `since_s`. If it answers again (None) it
+        receives aborts for everything it holds."""
         if not self.instances[name].is_up:
             return
-        if silent:
+        if since_s is not None:
             self.instances[name].condition = Condition.SILENT
             has_stand_in = self.on_loss()
-            self._lose_all(name, now)
+            self._lose_all(name, now, since_s)
             if has_stand_in:
                 self.wake(now)
         else:
@@ -242,10 +243,14 @@ class Dispatcher:
     def _by_age(self) -> list[RequestInFlight]:
         return sorted(self.requests.values(), key=lambda in_flight: in_flight.arrival_index)
 
-    def _lose_all(self, name: str, now: float) -> None:
+    def _lose_all(self, name: str, now: float, since_s: float) -> None:
+        """Takes the instance from its requests. Who has to wait does so from `since_s`, when the fault was."""
+        latest_s = since_s + self._cluster.recovery_s
         for in_flight in self._by_age():
             if in_flight.is_at(name):
                 self._fire(Event.INSTANCE_LOST, in_flight, now, name)
+                if in_flight.deadline_s is not None:
+                    in_flight.deadline_s = min(in_flight.deadline_s, latest_s)
 
     # ---- messages of instances
 

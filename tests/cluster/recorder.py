@@ -39,14 +39,15 @@ class Recorder:
         self.links[link.name] = link
         self._note("up", link.name)
 
-    def on_down(self, name: str, reason: str, *, restarts: bool) -> None:
+    def on_down(self, name: str, reason: str, since_s: float, *, restarts: bool) -> None:
         assert not [pair for pair in self.pairs if name in pair], "a pair outlives an instance"
+        assert since_s <= time.monotonic()
         self.links.pop(name, None)
         self._note("down", name, reason, "restarts" if restarts else "stays down")
 
-    def on_silent(self, name: str, silent: bool) -> None:
-        assert name in self.links
-        self._note("silent" if silent else "heard", name)
+    def on_silent(self, name: str, since_s: float | None) -> None:
+        assert name in self.links and (since_s is None or since_s < time.monotonic())
+        self._note("silent" if since_s is not None else "heard", name)
 
     def on_pair(self, one: str, other: str, up: bool) -> None:
         assert one in self.links and other in self.links

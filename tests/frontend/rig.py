@@ -141,8 +141,8 @@ class Rig:
             self.dispatcher.on_pair(name, other, False, self.now)
         self.dispatcher.on_down(name, self.now, restarts=restarts)
 
-    def silent(self, name: str, silent: bool = True) -> None:
-        self.dispatcher.on_silent(name, silent, self.now)
+    def silent(self, name: str, silent: bool = True, for_s: float = 0.0) -> None:
+        self.dispatcher.on_silent(name, self.now - for_s if silent else None, self.now)
 
     def wait(self, seconds: float) -> None:
         self.clock.advance(seconds)

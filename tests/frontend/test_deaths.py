@@ -177,6 +177,19 @@ def test_poison_for_encoders_is_not_passed_on_either() -> None:
 # ---- silence
 
 
+def test_who_waits_for_a_silent_instance_does_so_since_the_fault() -> None:
+    rig = Rig("E+P+D", recovery_s=5.0)
+    decoding(rig)
+    rig.submit(2)
+    rig.wait(2.0)
+    rig.silent("d0", for_s=2.0)
+    rig.wait(2.9)
+    assert rig.results == []
+    rig.wait(0.2)
+    error = rig.error(1)
+    assert isinstance(error, Unavailable) and error.code == "instance_lost"
+
+
 def test_a_silent_instance_loses_its_requests_and_says_nothing_new_when_it_wakes() -> None:
     rig = Rig("2EPD")
     rig.submit(1)

@@ -29,6 +29,8 @@ from tests.frontend.rig import token
 from tests.frontend.test_router import status
 from tests.virtual_clock import VirtualClock
 
+BEGAN_S = 50.0
+
 
 class PlayedEnd:
     """The frontend's end of a channel to a played instance, which answers on the loop."""
@@ -125,7 +127,7 @@ class PlayedSupervisor:
         del self.played[name]
         for other in self.played:
             self.listener.on_pair(name, other, False)
-        self.listener.on_down(name, "was killed", restarts=restarts)
+        self.listener.on_down(name, "was killed", BEGAN_S, restarts=restarts)
 
     def back(self, name: str) -> None:
         assert self.listener is not None
@@ -165,7 +167,7 @@ async def started(topology: str, lengths: dict[str, int] | None = None, **cluste
         topology=topology, cluster=ClusterConfig(**cluster), scheduler=SchedulerConfig(max_queue=4, max_num_seqs=4)
     )
     supervisor = PlayedSupervisor(config, lengths or {})
-    frontend = Frontend(config, processes=True, clock=VirtualClock(50.0), supervisor=supervisor)  # type: ignore[arg-type]
+    frontend = Frontend(config, processes=True, clock=VirtualClock(BEGAN_S), supervisor=supervisor)  # type: ignore[arg-type]
     await frontend.start(lambda loading: None)
     try:
         yield frontend, supervisor
@@ -234,9 +236,9 @@ async def test_health_says_which_words_when() -> None:
     async with started("2E+P+D") as (frontend, supervisor):
         supervisor.die("e0")
         assert frontend.health() == (True, "ok")
-        frontend.on_silent("e1", True)
+        frontend.on_silent("e1", BEGAN_S)
         assert frontend.health() == (False, "hung")
-        frontend.on_silent("e1", False)
+        frontend.on_silent("e1", None)
         supervisor.die("d0")
         assert frontend.health() == (False, "instance_lost") and not frontend.lost
         supervisor.back("d0")
