@@ -15,6 +15,7 @@ import os
 import secrets
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 
 from hydra_engine.cluster import channel
 from hydra_engine.cluster.children import remove_openmp_page
@@ -23,6 +24,8 @@ from hydra_engine.config import SECRET_VARIABLES
 from hydra_engine.core.processes import launch
 from hydra_engine.core.processes.preloaded import Process
 from hydra_engine.core.units import describe_exit
+from hydra_engine.errors import ConfigError
+from hydra_nodes.tls import TlsFiles
 
 COMMAND = launch.command("hydra_nodes.process")
 CONNECT_S = 5.0  # for a connection to the frontend or to another instance
@@ -138,6 +141,14 @@ class NodeAgent:
                 _hand_over(life, channel.Connect(peer, peer_incarnation), sock)
         except (OSError, TimeoutError) as error:
             raise AgentError(f"node {self._node} does not reach instance {peer} ({_why(error)})") from error
+
+    async def find_tls_problem(self, folder: str) -> str:
+        """Returns what is wrong with the certificates of this node, "" if nothing is."""
+        try:
+            TlsFiles(Path(folder))
+        except ConfigError as error:
+            return error.message
+        return ""
 
     def _life(self, incarnation: int) -> _Life:
         life = self._lives.get(incarnation)

@@ -22,6 +22,7 @@ from hydra_engine.cluster.children import Child
 from hydra_engine.cluster.launcher import OnFailure
 from hydra_engine.config import DEMO_MODEL, SHAPES, EngineConfig
 from hydra_engine.core.processes.preloaded import Preloaded
+from hydra_engine.errors import ConfigError
 from hydra_nodes.agent import CONNECT_S, TICKET_BYTES, AgentError
 from hydra_nodes.children import Agent, AgentLost, NodeChild
 from hydra_nodes.facts import deployment_facts
@@ -83,6 +84,8 @@ class NodeLauncher:
 
     async def open(self) -> None:
         (node, host), self._places = await self._cluster.place(self._config)
+        if self._tls is not None:
+            await self._check_certificates(str(self._tls))
         facts = await asyncio.to_thread(deployment_facts, self._model)
         fence_s = self._config.cluster.fence_s
         self._listener = await Listener.open(
@@ -92,6 +95,16 @@ class NodeLauncher:
             fence_s=fence_s,
             make_layer=self._make_layer,
         )
+
+    async def _check_certificates(self, folder: str) -> None:
+        """Raises ConfigError if a node lacks them."""
+        for place in {place.node: place for place in self._places.values()}.values():
+            try:
+                problem = await place.agent.find_tls_problem(folder)
+            except AgentLost as error:
+                problem = f"its agent {error}"
+            if problem:
+                raise ConfigError(f"node {place.node} cannot join: {problem}", param="cluster_tls")
 
     async def launch(self, start: channel.Start, node: str, preloaded: Preloaded | None) -> Child:
         place = self._places[start.name]

@@ -79,6 +79,9 @@ class _Calls:
     async def kill(self, incarnation: int) -> None:
         await self._call(self._actor.kill.remote(incarnation))
 
+    async def find_tls_problem(self, folder: str) -> str:
+        return str(await self._call(self._actor.find_tls_problem.remote(folder)))
+
     async def listen(self, incarnation: int, peer: str, peer_incarnation: int, ticket: bytes, host: str) -> Address:
         address: Address = await self._call(
             self._actor.listen.remote(incarnation, peer, peer_incarnation, ticket, host)

@@ -37,6 +37,23 @@ class TlsFiles:
                 f"the folder of --cluster-tls ({folder}) needs {CERTIFICATE}, {KEY} and {AUTHORITY} in PEM: {problem}",
                 param="cluster_tls",
             ) from error
+        self._check(folder)
+
+    def _check(self, folder: Path) -> None:
+        """Connects the files with themselves, as another node of the deployment would. Raises ConfigError."""
+        near, far = self(False), self(True)
+        try:
+            for _ in range(2):
+                far.unwrap(near.take_outgoing())
+                near.unwrap(far.take_outgoing())
+        except SessionError as error:
+            cause = error.__cause__
+            why = cause.verify_message if isinstance(cause, ssl.SSLCertVerificationError) else str(error)
+            raise ConfigError(
+                f"{CERTIFICATE} in the folder of --cluster-tls ({folder}) is refused by other nodes ({why}); sign it "
+                f"with the key of {AUTHORITY}",
+                param="cluster_tls",
+            ) from error
 
     def __call__(self, is_server: bool) -> TlsLayer:
         return TlsLayer(self._contexts[is_server], is_server, self._own)

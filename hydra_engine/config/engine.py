@@ -87,7 +87,9 @@ class ClusterConfig:
     lease_s: float = opt(10.0, "blocks offered to another instance are withdrawn if it is silent for this long")
     suspect_s: float = opt(2.0, "an instance that is silent for this long gets no work; its requests move to others")
     fence_s: float = opt(10.0, "an instance that is silent for this long is killed and restarted")
-    recovery_s: float = opt(5.0, "how long after a fault a request waits for an instance that can continue it before it fails")
+    recovery_s: float = opt(
+        5.0, "how long after a fault a request waits for an instance that can continue it before it fails"
+    )
     max_attempts: int = opt(3, "most attempts of a request whose instance dies")
     steal_decodes: bool = opt(
         True, "instances that encode and decode only take over decodes of busy ones while they have nothing to encode"

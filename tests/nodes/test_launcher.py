@@ -154,6 +154,10 @@ async def test_instances_with_certificates_come_up(make: Make, nodes: Nodes, tmp
     assert recorder.pairs == {("e0", "pd0")}
     with pytest.raises(ConfigError, match=r"--cluster-tls .*tls\.crt"):
         make("E@a+PD@b", cluster_tls=str(tmp_path))
+    lacking = make("E@a+PD@b", cluster_tls=str(folder))
+    (folder / "tls.key").unlink()
+    with pytest.raises(ConfigError, match=r"node [ab] cannot join: .*tls\.key .*No such file"):
+        await lacking.start(Recorder())
 
 
 @pytest.mark.slow

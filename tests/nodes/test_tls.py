@@ -133,6 +133,15 @@ def test_two_threads_use_a_session_over_sockets(nodes: Path) -> None:
     assert received == data
 
 
+def test_a_certificate_that_others_refuse_is_refused_where_it_is(nodes: Path, tmp_path: Path) -> None:
+    shutil.copytree(nodes / "a", tmp_path / "a")
+    shutil.copy(nodes / "c" / AUTHORITY, tmp_path / "a")
+    with pytest.raises(
+        ConfigError, match=r"tls\.crt in the folder of --cluster-tls .* is refused by other nodes \(.*cert"
+    ):
+        TlsFiles(tmp_path / "a")
+
+
 @pytest.mark.parametrize("missing", [CERTIFICATE, KEY, AUTHORITY])
 def test_a_folder_that_lacks_a_file_is_refused(nodes: Path, tmp_path: Path, missing: str) -> None:
     shutil.copytree(nodes / "a", tmp_path / "a")
