@@ -41,12 +41,13 @@ class Alive(msgspec.Struct, frozen=True):
     status: str = "ok"
 
 
-class Instance(msgspec.Struct, frozen=True):
+class Instance(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str
     role: str
     condition: str
     restarts: int
     reason: str
+    node: str = ""
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +72,7 @@ async def livez(_request: web.Request) -> web.Response:
 
 def describe(states: Iterable[InstanceState]) -> list[Instance]:
     return [
-        Instance(s.name, s.role, s.condition.value, s.restarts, " ".join(s.reason.split())[:_MAX_REASON])
+        Instance(s.name, s.role, s.condition.value, s.restarts, " ".join(s.reason.split())[:_MAX_REASON], s.node)
         for s in states
     ]
 

@@ -149,8 +149,10 @@ def test_requests_are_dots_that_go_where_the_requests_go(served: Scripted, new_t
     tab = new_tab(served.url).open()
     tab.wait("[data-testid=instance]")
     assert not tab.get("topology").is_visible()  # of a single instance there is nothing to see
-    show(served)
+    show(served, {"node": "host-b"})
     tab.wait("[data-testid=topology-node][data-name=pd0]")
+    assert tab.page.locator("#topology text.machine").all_text_contents() == ["on host-b"]
+    assert "pd0 (PD on host-b)" in (tab.page.locator("#topology svg").get_attribute("aria-label") or "")
     assert tab.page.locator("#topology text.kind").all_text_contents() == ["features"]
     places = []
     for stage, instance in (("queue", ""), ("encode", "e0"), ("prefill", "pd0"), ("decode", "pd0")):

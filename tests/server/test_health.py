@@ -64,11 +64,15 @@ async def test_what_does_not_serve_says_why_and_who(served: Served, path: str, s
 async def test_a_missing_instance_is_degraded_while_the_others_serve(
     served: Served, condition: Condition, degraded: bool
 ) -> None:
-    served.engine.states = instances_of("2EPD", epd1={"condition": condition, "restarts": 3, "reason": "it\nended"})
+    states = {"condition": condition, "restarts": 3, "reason": "it\nended", "node": "host-b"}
+    served.engine.states = instances_of("2EPD", epd1=states)
     async with served.get("/health") as response:
         body = await response.json()
         assert (response.status, body["status"], body["degraded"]) == (200, "ok", degraded)
-    assert body["instances"][1] == line("epd1", "EPD", condition.value, 3, "it ended")
+    assert body["instances"] == [
+        line("epd0", "EPD"),
+        line("epd1", "EPD", condition.value, 3, "it ended") | {"node": "host-b"},
+    ]
 
 
 async def test_a_draining_server_is_not_ready_however_well_its_instances_are(served: Served) -> None:

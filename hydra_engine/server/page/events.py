@@ -138,6 +138,7 @@ class Instance(msgspec.Struct, frozen=True):
     image_block_size: int
     kv_block_bytes: int
     status: Status | None
+    node: str
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -269,6 +270,7 @@ def _instance(state: InstanceState, summary: InstanceSummary | None) -> Instance
         status=None
         if state.status is None
         else msgspec.structs.replace(state.status, stages=()),  # they are in `running`
+        node=state.node,
     )
 
 

@@ -47,7 +47,7 @@ export class Topology {
     this.#drawing = null;
     const [width, height] = this.#place(columnsOf(instances));
     const client = this.#nodes.get("");
-    const roles = instances.map(({ name, role }) => `${name} (${role})`).join(", ");
+    const roles = instances.map(({ name, role, node }) => `${name} (${role}${node ? ` on ${node}` : ""})`).join(", ");
     this.#drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Clients and instances: ${roles}` },
       svg("defs", {}, svg("marker", { id: "arrow", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" },
         svg("path", { d: "M0 0.5 7.5 4 0 7.5z", class: "head" }))),
@@ -137,6 +137,7 @@ export class Topology {
     node.box = svg("rect", { x: node.x, y: node.y, width: NODE.w, height: NODE.h, rx: 10 });
     return svg("g", { class: "node", "data-testid": "topology-node", "data-name": node.name }, node.box,
       svg("text", { class: "name", x: node.x + 10, y: node.y + 18 }, node.name),
+      ...(node.node ? [svg("text", { class: "machine", x: node.x + 10, y: node.y + NODE.h + 11 }, `on ${node.node}`)] : []),
       ...badges, ...bars);
   }
 
