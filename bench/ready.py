@@ -26,22 +26,30 @@ from bench.common import ROOT, card, emit
 _READY, _LOADED = "ready on ", "loaded in"
 _WEIGHTS = re.compile(r"memory +weights ([0-9.]+) (MiB|GiB)")
 _END_S = 60.0
+_IMPORT = "import time; began = time.perf_counter(); import hydra_engine; print(time.perf_counter() - began)"
 
 
 class Start(NamedTuple):
+    import_s: float  # of hydra_engine, in a process of its own
     ready_s: float
     loaded_s: float  # of that, as the instance says
     user_s: float  # of the server's process and its children
     system_s: float
     peak_bytes: int  # of the largest of them
     weights_bytes: float  # as the instance says
+    front_bytes: int  # resident when it is ready, of the server's process
+    instances_bytes: int  # and of all its children, of which some are forks that share pages
 
 
 def start(tree: Path, words: list[str]) -> Start:
     """Starts a server and ends it when it is ready. Raises RuntimeError with its log where it never is."""
     command = [sys.executable, "-m", "hydra_engine", "serve", *words, "--port", "0"]
-    began = time.perf_counter()
     environment = dict(os.environ, PYTHONPATH=str(tree))
+    imported = subprocess.run(
+        [sys.executable, "-c", _IMPORT], stdout=subprocess.PIPE, env=environment, cwd=tree, check=True
+    )
+    import_s = float(imported.stdout)
+    began = time.perf_counter()
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=tree)
     assert server.stderr is not None
     lines, loaded_s, weights_bytes = [], math.nan, math.nan
@@ -55,7 +63,10 @@ def start(tree: Path, words: list[str]) -> Start:
             if line.startswith(_READY):
                 ready_s = time.perf_counter() - began
                 user, system, peak = zip(*map(_used, (server.pid, *_children(server.pid))), strict=True)
-                return Start(ready_s, loaded_s, sum(user), sum(system), max(peak), weights_bytes)
+                front, *children = map(_resident_bytes, (server.pid, *_children(server.pid)))
+                return Start(
+                    import_s, ready_s, loaded_s, sum(user), sum(system), max(peak), weights_bytes, front, sum(children)
+                )
         raise RuntimeError("the server did not start:\n" + "".join(lines[-20:]))
     finally:
         server.terminate()
@@ -76,6 +87,10 @@ def _used(pid: int) -> tuple[float, float, int]:
     return int(user) / ticks_per_s, int(system) / ticks_per_s, int(peak[1]) << 10
 
 
+def _resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bench ready", description=__doc__.splitlines()[0])
     parser.add_argument("model", help="a directory, or what else `serve` takes; flags of `serve` follow")
@@ -94,7 +109,9 @@ def main() -> None:
         print(
             f"{name}: ready in {taken.ready_s:.2f} s, of which loading {taken.loaded_s:.1f} s; CPU seconds "
             f"{taken.user_s:.1f} of programs and {taken.system_s:.1f} of the kernel; at most "
-            f"{taken.peak_bytes / 2**20:.0f} MiB in one process, {share:.2f} of its weights"
+            f"{taken.peak_bytes / 2**20:.0f} MiB in one process, {share:.2f} of its weights; "
+            f"{taken.front_bytes / 2**20:.0f} MiB in the server's, {taken.instances_bytes / 2**20:.0f} in all others; "
+            f"import {taken.import_s * 1e3:.0f} ms"
         )
     emit({"bench": "ready", "results": {name: taken._asdict() for name, taken in medians.items()}, "card": card()})
 
