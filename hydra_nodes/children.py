@@ -8,8 +8,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from hydra_engine.cluster.channel import FrontendEnd, OnClosed, OnMessages
-from hydra_engine.core.messages import ToInstance
+from hydra_engine.core.messages import Failed, ToInstance
 from hydra_engine.core.processes.status import ProcessStatus
+from hydra_engine.errors import HydraError
 from hydra_nodes.agent import Address
 
 KILL_S = 5.0  # for an agent to answer
@@ -63,6 +64,11 @@ class QueuedEnd:
             end.attach(self._on_messages, self._on_closed)
         end.send(self._queued)
         self._queued = []
+
+    def refuse(self, error: HydraError) -> None:
+        """Reports why the instance may not connect, as if it had said so itself."""
+        if self._on_messages is not None:
+            self._on_messages([Failed(error.info(), error.exit_code)])
 
     def fail(self) -> None:
         """Reports that the instance will not connect."""

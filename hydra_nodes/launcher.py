@@ -135,6 +135,7 @@ class NodeLauncher:
         except (AgentError, AgentLost) as error:
             return str(error)
         except SessionError as error:
+            child.end.refuse(ConfigError(str(error)))
             child.kill()
             return f"is refused ({error})"
         finally:

@@ -12,6 +12,8 @@ import asyncio
 import atexit
 import logging
 import os
+import signal
+import socket
 import sys
 import threading
 from collections import Counter
@@ -33,8 +35,12 @@ logger = logging.getLogger(__name__)
 
 # Seconds without Ray's head after which Ray ends a process: a server outlives the head, nodes if they have this too.
 HEADLESS = ("RAY_gcs_rpc_server_reconnect_timeout_s", "86400")
+JOIN_TRIES = ("RAY_NUM_REDIS_GET_RETRIES", "3")  # a second each: a wrong token is no better later
+NO_REPORTS = ("RAY_USAGE_STATS_ENABLED", "0")  # a Ray that is started here dials out otherwise
 LEAVE_S = 5.0
-PLACE_S = 30.0  # for Ray to place the bundles and start the agents
+REACH_S = 3.0  # for a connection to the cluster's address
+PLACE_S = 8.0  # for Ray to place the bundles: what a server before this one had is free after some seconds
+START_S = 30.0  # for Ray to start the agents, each of which imports the engine
 CPU, GPU = "CPU", "GPU"  # names of Ray's resources
 _MAX_NAMED = 8  # nodes named in an error
 
@@ -112,10 +118,11 @@ class RayCluster:
         check_token()
         specs = specs_by_name(config)
         await asyncio.to_thread(self._join, config.cluster.ray_address)
+        _take_back_signals()
         nodes = _alive_nodes(self._ray)
         by_name = {spec.node: find_node(nodes, spec.node) for spec in specs.values()}
         bundles = bundles_by_device(specs, by_name)
-        await self._reserve(list(bundles.values()))
+        await self._reserve(bundles)
         places = self._start_agents(specs, by_name, list(bundles))
         await self._check_agents(places)
         host = str(self._ray.util.get_node_ip_address())
@@ -126,7 +133,7 @@ class RayCluster:
         self._join(config.cluster.ray_address or os.environ.get("RAY_ADDRESS", "auto"))
         ray, self._ray = self._ray, None
         rows = [("ray", f"{ray.__version__}, with a token")]
-        for node in _alive_nodes(ray):
+        for node in sorted(_alive_nodes(ray), key=_names):
             resources = ", ".join(f"{node['Resources'].get(kind, 0):g} {kind}" for kind in (CPU, GPU))
             rows.append((_names(node)[0], f"{node['NodeManagerAddress']}, {resources}"))
         self._leave(ray)
@@ -135,7 +142,8 @@ class RayCluster:
     def _join(self, address: str | None) -> None:
         """Connects this process with the cluster. Raises ConfigError."""
         os.environ["RAY_AUTH_MODE"] = "token"
-        os.environ.setdefault(*HEADLESS)
+        for variable in (HEADLESS, JOIN_TRIES, NO_REPORTS):
+            os.environ.setdefault(*variable)
         try:
             self._ray = import_module("ray")
         except ImportError as error:
@@ -144,24 +152,41 @@ class RayCluster:
                 "`pip install 'ray>=2.60,<3'`",
                 param="launcher",
             ) from error
+        check_reachable(address or os.environ.get("RAY_ADDRESS", ""))
         try:
             self._ray.init(address=address, logging_level="error", namespace="hydra-engine")
         except (ConnectionError, RuntimeError, ValueError, PermissionError) as error:
-            reason = str(error).strip().splitlines()[0][:200]
+            reason = " ".join(str(error).split())[:300]
+            if isinstance(error, ConnectionError):
+                reason += f"; is its token another than the one of this node, in {find_token()}?"
             raise ConfigError(f"the Ray cluster cannot be joined: {reason}", param="ray_address") from error
 
-    async def _reserve(self, bundles: list[dict[str, float]]) -> None:
-        """Raises ResourceError if the cluster has no room for the bundles."""
-        self._group = self._ray.util.placement_group(bundles, strategy="PACK")
+    async def _reserve(self, bundles: Mapping[tuple[str, str], dict[str, float]]) -> None:
+        """Raises ResourceError if the nodes have no room for the bundles."""
+        self._group = self._ray.util.placement_group(list(bundles.values()), strategy="PACK")
         try:
             await asyncio.wait_for(self._group.ready(), PLACE_S)
         except TimeoutError as error:
-            wanted = "; ".join(", ".join(f"{n:g} {kind}" for kind, n in bundle.items()) for bundle in bundles)
+            self._ray.util.remove_placement_group(self._group)
+            full = ", ".join(
+                [name for name in {node: None for node, _ in bundles} if not await self._fits(name, bundles)]
+            )
             raise ResourceError(
-                f"Ray did not place the topology within {PLACE_S:g} s: it needs {wanted}; `ray status` shows what is "
-                "free",
+                f"what the topology needs is not free on node {full or 'any'}: others use its CPUs or GPUs, or it is "
+                "lost; `ray status` shows what is free",
                 param="topology",
             ) from error
+
+    async def _fits(self, node: str, bundles: Mapping[tuple[str, str], dict[str, float]]) -> bool:
+        """True if Ray can place the bundles of this node."""
+        self._group = self._ray.util.placement_group([bundle for (on, _), bundle in bundles.items() if on == node])
+        try:
+            await asyncio.wait_for(self._group.ready(), 1.0)
+        except TimeoutError:
+            return False
+        finally:
+            self._ray.util.remove_placement_group(self._group)
+        return True
 
     def _start_agents(
         self, specs: Mapping[str, InstanceSpec], nodes: Mapping[str, dict[str, Any]], bundles: list[tuple[str, str]]
@@ -191,12 +216,9 @@ class RayCluster:
 
     async def _check_agents(self, places: Mapping[str, PlacedAgent]) -> None:
         """Raises ConfigError if a node has other software than this one, or if its Ray checks no token."""
-        try:
-            async with asyncio.timeout(PLACE_S):
-                all_facts = await asyncio.gather(*(actor.facts.remote() for actor in self._actors))
-        except (TimeoutError, import_module("ray.exceptions").RayError) as error:
-            reason = str(error).strip().splitlines()[-1][:200] if str(error) else f"no answer within {PLACE_S:g} s"
-            raise ConfigError(f"the agents do not start on the nodes: {reason}", param="topology") from error
+        all_facts = await asyncio.gather(
+            *(self._facts_of(*pair) for pair in zip(places.values(), self._actors, strict=True))
+        )
         here = facts()
         for place, there in zip(places.values(), all_facts, strict=True):
             for fact, value in there.items():
@@ -205,6 +227,16 @@ class RayCluster:
                         f"node {place.node} has {fact} {value}, this one {here[fact]}; all nodes need the same",
                         param="topology",
                     )
+
+    async def _facts_of(self, place: PlacedAgent, actor: Any) -> dict[str, str]:
+        """Raises ConfigError if the agent does not start."""
+        try:
+            async with asyncio.timeout(START_S):
+                found: dict[str, str] = await actor.facts.remote()
+        except (TimeoutError, import_module("ray.exceptions").RayError) as error:
+            reason = str(error).strip().splitlines()[-1][:200] if str(error) else f"no answer within {START_S:g} s"
+            raise ConfigError(f"the agent on node {place.node} does not start: {reason}", param="topology") from error
+        return found
 
     async def free(self) -> None:
         """Leaves the cluster, or gives up if that takes too long: without its head Ray waits for it here too."""
@@ -253,6 +285,25 @@ def check_token() -> None:
         )
 
 
+def check_reachable(address: str) -> None:
+    """Raises ConfigError if nothing listens at HOST:PORT, for which Ray would wait long. Other forms are Ray's."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "/" in host:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
+    except OSError as error:
+        reason = error.strerror or f"no answer within {REACH_S:g} s"
+        raise ConfigError(f"no Ray cluster is reached at {address} ({reason})", param="ray_address") from error
+
+
+def _take_back_signals() -> None:
+    """Makes SIGTERM Python's again, for which Ray prints a stack before it passes it on."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is threading.main_thread() and handler is not None:
+        signal.signal(signal.SIGTERM, handler)
+
+
 def specs_by_name(config: EngineConfig) -> dict[str, InstanceSpec]:
     """Returns the instances by name. Raises ConfigError if one names no node."""
     topology = config.parsed_topology
@@ -275,7 +326,7 @@ def _names(node: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def find_node(nodes: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    """Returns the node of this name. Raises ConfigError if there is none, or several."""
+    """Returns the node of this name. Raises ResourceError if there is none, ConfigError if there are several."""
     for names in zip(*map(_names, nodes), strict=True):
         found = [node for node, other in zip(nodes, names, strict=True) if other == name]
         if len(found) == 1:
@@ -286,7 +337,7 @@ def find_node(nodes: list[dict[str, Any]], name: str) -> dict[str, Any]:
             )
     known = [_names(node)[0] for node in nodes]
     listed = ", ".join(known[:_MAX_NAMED]) + (f" and {len(known) - _MAX_NAMED} others" * (len(known) > _MAX_NAMED))
-    raise ConfigError(
+    raise ResourceError(  # it may come
         f"the Ray cluster has no node {name}, only {listed}; names are given by `ray start --node-name`",
         param="topology",
     )

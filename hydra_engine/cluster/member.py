@@ -192,6 +192,10 @@ class Member:
         self.start_progress = StartProgress(config.cluster.fence_s)
 
     @property
+    def label(self) -> str:
+        return f"{self.name} on node {self.node}" if self.node else self.name
+
+    @property
     def is_up(self) -> bool:
         return self.condition in (Condition.READY, Condition.SILENT)
 

@@ -88,7 +88,7 @@ class Supervisor:
                 try:
                     await self._launch(member)
                 except OSError as error:
-                    raise ResourceError(f"instance {member.name} cannot be started: {error.strerror}") from error
+                    raise ResourceError(f"instance {member.label} cannot be started: {error.strerror}") from error
             await self._started
         except BaseException:
             self._started.cancel()
@@ -216,12 +216,12 @@ class Supervisor:
     def _on_failed(self, member: Member, error: HydraError) -> None:
         """Fails the start: the instance cannot start, and ends by itself after this message."""
         member.failure = error
-        self._fail_start(self._naming(member.name, error))
+        self._fail_start(self._naming(member, error))
 
-    def _naming(self, name: str, error: HydraError) -> HydraError:
-        if len(self._members) == 1:
+    def _naming(self, member: Member, error: HydraError) -> HydraError:
+        if len(self._members) == 1 and not member.node:
             return error
-        return from_info(replace(error.info(), message=f"instance {name}: {error.message}"))
+        return from_info(replace(error.info(), message=f"instance {member.label}: {error.message}"))
 
     def _check_start(self) -> None:
         if self._started.done():
@@ -269,7 +269,7 @@ class Supervisor:
             case Change.SILENT:
                 member.condition = Condition.SILENT
                 member.reason = "has not been heard of for a while"
-                logger.warning("instance %s is silent", member.name)
+                logger.warning("instance %s is silent", member.label)
                 self._listener.on_silent(member.name, member.silence.heard_s)
             case Change.FENCE if child.killable:
                 child.kill()
@@ -310,7 +310,7 @@ class Supervisor:
             self._listener.on_pair(one, other, False)
         if not self._started.done():
             when = "while it started" if was_starting else "while the others started"
-            self._fail_start(EngineClosed(f"instance {member.name} {reason} {when}; see its log above"))
+            self._fail_start(EngineClosed(f"instance {member.label} {reason} {when}; see its log above"))
             return
         self._schedule_restart(member, reason, now, exiting.since_s)
 
@@ -320,12 +320,12 @@ class Supervisor:
             member.start_due_s, member.start_due_if_needed_s = now + waits.usual_s, now + waits.needed_s
             member.condition = Condition.STARTING
             wait_s = waits.needed_s if self._is_needed(member) else waits.usual_s
-            logger.error("instance %s %s; it starts again in %g s", member.name, reason, wait_s)
+            logger.error("instance %s %s; it starts again in %g s", member.label, reason, wait_s)
         else:
             member.condition = Condition.FAILED
             if self.processes:
                 reason += f"; {self._pace.max_failed_starts} starts in a row have failed"
-            logger.error("instance %s %s; it is not started again", member.name, reason)
+            logger.error("instance %s %s; it is not started again", member.label, reason)
         member.reason = reason
         self._listener.on_down(member.name, reason, since_s, restarts=waits is not None)
 

@@ -18,7 +18,7 @@ from hydra_engine.cluster.supervisor import Supervisor
 from hydra_engine.config import ClusterConfig, EngineConfig
 from hydra_engine.core.instances import Condition
 from hydra_engine.core.messages import NeedImages
-from hydra_engine.errors import ConfigError, EngineClosed
+from hydra_engine.errors import ConfigError
 from hydra_nodes import launcher
 from hydra_nodes.agent import NodeAgent
 from hydra_nodes.children import AgentLost
@@ -181,6 +181,7 @@ async def test_an_instance_that_does_not_agree_is_refused_by_a_sentence_that_nam
     make: Make, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launcher, "deployment_facts", lambda model: {"engine version": "0.0.9"})
-    with pytest.raises(EngineClosed, match=r"instance (e0|pd0) is refused \(node '[ab]' has engine version .*0\.0\.9"):
+    sentence = r"instance (e0 on node a|pd0 on node b): node '[ab]' has engine version .*0\.0\.9"
+    with pytest.raises(ConfigError, match=sentence):
         await make("E@a+PD@b").start(Recorder())
     wait_until(lambda: nodes.freed, "nothing stays")

@@ -28,7 +28,7 @@ from hydra_nodes import ray_launcher
 from hydra_nodes.ray_launcher import RayLauncher
 from tests.cluster.conftest import wait_until
 from tests.faults.server import COMMAND
-from tests.server.test_served import QUESTIONS, Served, content_of
+from tests.server.test_served import QUESTIONS, ROOT, Served, content_of
 from tools import ray_environment
 
 NODES = [
@@ -41,6 +41,7 @@ NODES = [
     },
     {"NodeName": "c", "NodeManagerHostname": "host2", "NodeManagerAddress": "10.0.0.3", "Resources": {"CPU": 1.0}},
 ]
+SOURCES = f"{ROOT}:{ROOT / 'kernels'}"
 CPU_NODES = 4
 REFUSED_S = 30.0  # 5 to 7 on idle cores
 
@@ -67,7 +68,8 @@ def test_without_ray_a_sentence_says_how_to_install_it(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0123")
-    monkeypatch.setenv(*ray_launcher.HEADLESS)
+    for variable in (ray_launcher.HEADLESS, ray_launcher.JOIN_TRIES, ray_launcher.NO_REPORTS):
+        monkeypatch.setenv(*variable)
     with pytest.raises(ConfigError, match=r"needs the package ray.*`make ray`"):
         RayLauncher(config_of("E@a+PD@a")).describe()
 
@@ -77,7 +79,7 @@ def test_nodes_have_the_names_that_ray_has_for_them() -> None:
         assert ray_launcher.find_node(NODES, name)["NodeManagerAddress"] == address
     with pytest.raises(ConfigError, match="2 nodes are called host2; give them names with `ray start --node-name`"):
         ray_launcher.find_node(NODES, "host2")
-    with pytest.raises(ConfigError, match="the Ray cluster has no node d, only a, b, c;"):
+    with pytest.raises(ResourceError, match="the Ray cluster has no node d, only a, b, c;"):
         ray_launcher.find_node(NODES, "d")
     with pytest.raises(ConfigError, match="instance pd0 has no node; write for example E@node1"):
         ray_launcher.specs_by_name(config_of("E@a+PD"))
@@ -114,6 +116,7 @@ class RayNodes:
         token.write_text("0123456789abcdef" * 2)
         self.environment = os.environ | {
             "PATH": f"{programs}:{os.environ['PATH']}",
+            "PYTHONPATH": SOURCES,
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(token),
             "RAY_USAGE_STATS_ENABLED": "0",
@@ -122,8 +125,17 @@ class RayNodes:
             self.address = f"{host}:{free.getsockname()[1]}"
         self.processes: dict[str, subprocess.Popen[str]] = {}
 
-    def start(self, name: str, host: str, *, head: bool = False, within: Sequence[str] = ()) -> None:
-        """Starts Ray on a node. `within`: a command that runs others in a network of their own."""
+    def start(
+        self,
+        name: str,
+        host: str,
+        *options: str,
+        head: bool = False,
+        within: Sequence[str] = (),
+        **variables: str,
+    ) -> None:
+        """Starts Ray on a node. `within`: a command that runs others in a network of their own. `variables`: of its
+        environment."""
         place = [
             "--head",
             "--port",
@@ -136,13 +148,18 @@ class RayNodes:
             *(str(self.programs / "ray"), "start", "--block", "--node-name", name, "--node-ip-address", host),
             *("--num-cpus", str(CPU_NODES), "--disable-usage-stats", "--object-store-memory", str(80 << 20)),
             *(place if head else ["--address", self.address]),
+            *options,
         ]
+        self.launch(name, command, **variables)
+
+    def launch(self, name: str, command: Sequence[str], **variables: str) -> None:
+        """Starts Ray on a node by a command, and returns once it runs."""
         process = self.processes[name] = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=self.environment,
+            env=self.environment | variables,
             start_new_session=True,
         )
         assert process.stdout is not None
@@ -348,22 +365,3 @@ def test_a_node_that_is_cut_off_ends_its_instance_and_serves_again_when_it_is_ba
         finally:
             server.end()
         assert server.process.returncode == 0
-
-
-@pytest.mark.slow
-def test_a_node_that_is_not_there_and_a_wrong_token(nodes: RayNodes) -> None:
-    command = [str(nodes.programs / "python"), "-m", "hydra_engine", "serve", "demo", "--port", "0"]
-    command += ["--cluster", "ray", "--ray-address", nodes.address, "--topology"]
-
-    def refusal(topology: str, **changes: str) -> tuple[int, str]:
-        environment = nodes.environment | changes
-        done = subprocess.run([*command, topology], env=environment, capture_output=True, text=True, timeout=120)
-        return done.returncode, done.stderr.strip().splitlines()[-1]
-
-    code, sentence = refusal("E@nowhere+PD@a")
-    assert code == 2 and "the Ray cluster has no node nowhere, only" in sentence
-    doctor = [command[0], "-m", "hydra_engine", "doctor", "--cluster", "ray", "--ray-address", nodes.address]
-    said = subprocess.run(doctor, env=nodes.environment, capture_output=True, text=True, timeout=120).stdout
-    assert "\n  ray                  2." in said and f"127.0.0.2, {CPU_NODES} CPU, 0 GPU\n" in said
-    code, sentence = refusal("E@a+PD@b", RAY_AUTH_TOKEN="another token of some length")
-    assert code == 2 and "cannot be joined" in sentence
