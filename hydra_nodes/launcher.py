@@ -23,6 +23,7 @@ from hydra_engine.cluster.launcher import OnFailure
 from hydra_engine.config import DEMO_MODEL, SHAPES, EngineConfig
 from hydra_engine.core.processes.preloaded import Preloaded
 from hydra_engine.errors import ConfigError
+from hydra_engine.preprocess.model_files import is_gguf_model
 from hydra_nodes.agent import CONNECT_S, TICKET_BYTES, AgentError
 from hydra_nodes.children import Agent, AgentLost, NodeChild
 from hydra_nodes.facts import deployment_facts
@@ -147,10 +148,12 @@ class NodeLauncher:
         give_up_s = self._clock.now() + FIRST_START_S
         model = "" if self._model is None else str(self._model)
         tls = "" if self._tls is None else str(self._tls)
-        order = encode_order(Order(self._secret, place.node, start.name, start.incarnation, model, place.host, tls))
+        order = Order(self._secret, place.node, start.name, start.incarnation, model, place.host, tls)
+        if is_gguf_model(self._config):
+            order = msgspec.structs.replace(order, gguf=self._config.model, mmproj=self._config.mmproj or "")
         while True:
             try:
-                await place.agent.start(start.name, start.incarnation, self._listener.address, order)
+                await place.agent.start(start.name, start.incarnation, self._listener.address, encode_order(order))
             except AgentLost:
                 if start.name not in self._started and self._clock.now() >= give_up_s:
                     raise

@@ -11,6 +11,7 @@ import logging
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,9 @@ import msgspec
 
 from hydra_engine.cluster import process
 from hydra_engine.cluster.channel import EXIT_ORPHANED, InstanceSocket, WireError
+from hydra_engine.config import EngineConfig
 from hydra_engine.errors import HydraError
+from hydra_engine.preprocess.model_files import find_model_files
 from hydra_nodes.blocks import TcpBlocks
 from hydra_nodes.clock import SyncedClock
 from hydra_nodes.facts import deployment_facts
@@ -35,8 +38,9 @@ _FENCE_S = 10.0  # until the configuration says it
 
 class Order(msgspec.Struct, frozen=True):
     """Facts that an instance process has to know before it speaks with the frontend. `model`: its folder, of which the
-    digest is compared; "": none is. `host`: the address at which peers on other nodes reach it; "": the one from which
-    it is connected with the frontend. `tls`: the folder of its certificates; "": sessions are not encrypted."""
+    digest is compared; "": none is. `gguf`, `mmproj`: files of which each node makes that folder; "": none. `host`: the
+    address at which peers on other nodes reach it; "": the one from which it is connected with the frontend. `tls`: the
+    folder of its certificates; "": sessions are not encrypted."""
 
     secret: bytes
     node: str
@@ -45,6 +49,19 @@ class Order(msgspec.Struct, frozen=True):
     model: str = ""
     host: str = ""
     tls: str = ""
+    gguf: str = ""
+    mmproj: str = ""
+
+    def on_this_node(self) -> Order:
+        """Returns the order with the folder that this node has for GGUF files, or these if it cannot have one."""
+        if not self.gguf:
+            return self
+        try:
+            folder = find_model_files(EngineConfig(model=self.gguf, mmproj=self.mmproj or None)).model_path
+        except HydraError as error:
+            logger.error("node %s cannot read the model: %s", self.node, error)
+            folder = Path(self.gguf)
+        return msgspec.structs.replace(self, model=str(folder))
 
     def greeting(self, purpose: str) -> Greeting:
         facts = deployment_facts(Path(self.model) if self.model else None)
@@ -67,7 +84,7 @@ def _receive_order(control: socket.socket) -> Order:
 def main(load: Callable[[], Callable[..., int]] = process.load_instance) -> int:
     sock, control = process.take_sockets()
     try:
-        order = _receive_order(control)
+        order = _receive_order(control).on_this_node()
         set_options(sock, _FENCE_S)
         greeting = order.greeting(CHANNEL)
         make_layer = TlsFiles(Path(order.tls)) if order.tls else None
@@ -80,6 +97,9 @@ def main(load: Callable[[], Callable[..., int]] = process.load_instance) -> int:
         network = TcpBlocks(order.secret, greeting, host, make_layer=make_layer)
         run_instance = partial(load(), clock=clock, network=network)
         start = end.receive_start()
+        if order.gguf:
+            config = replace(start.config, model_folder=order.model)
+            start = msgspec.structs.replace(start, config=config)
     except (WireError, OSError, EOFError) as error:
         logger.error("an instance on this node has not joined the frontend: %s", error)
         return EXIT_ORPHANED

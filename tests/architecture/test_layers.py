@@ -79,7 +79,7 @@ ALLOWED: dict[str, set[str]] = {
         "backend",
         "entry_points",
     },
-    "hydra_nodes": BASE | {"core", "config", "transfer", "worker", "instance", "cluster"},
+    "hydra_nodes": BASE | {"core", "config", "transfer", "worker", "instance", "cluster", "preprocess"},
     "hydra_planner": BASE
     | {
         "core",
