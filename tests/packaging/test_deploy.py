@@ -20,6 +20,8 @@ import yaml
 
 import bootstrap
 from hydra_engine.config import ServerConfig, parse_seconds
+from hydra_engine.core.instances import Topology
+from hydra_nodes.ray_launcher import HEADLESS
 from tests.config.hub import Hub
 from tests.packaging.flags import FLAG, ROOT, VARIABLE, commands, variables
 from tests.packaging.test_dist import check_files, run
@@ -34,19 +36,26 @@ def text_of(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def compose() -> dict[str, Any]:
-    document: dict[str, Any] = yaml.safe_load(text_of(DEPLOY / "compose.yml"))
+def compose(name: str = "compose.yml") -> dict[str, Any]:
+    document: dict[str, Any] = yaml.safe_load(text_of(DEPLOY / name))
     return document
+
+
+def kuberay() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The Service and the RayJob."""
+    service, job = yaml.safe_load_all(text_of(DEPLOY / "kuberay.yml"))
+    return service, job
 
 
 @pytest.mark.parametrize("path", sorted(DEPLOY.rglob("*.yml")), ids=lambda path: path.name)
 def test_yaml_is_well_formed(path: Path) -> None:
-    assert isinstance(yaml.safe_load(text_of(path)), dict)
+    documents = list(yaml.safe_load_all(text_of(path)))
+    assert documents and all(isinstance(document, dict) for document in documents)
 
 
 @pytest.mark.parametrize("path", sorted(p for p in DEPLOY.rglob("*") if p.is_file()), ids=lambda path: path.name)
 def test_every_variable_exists(path: Path) -> None:
-    own = {"HYDRA_MODEL_DIR"} if path.name == "compose.yml" else set()  # a variable of the Compose file
+    own = {"HYDRA_MODEL_DIR"} if path.name.startswith("compose") else set()  # a variable of the Compose files
     assert not set(VARIABLE.findall(text_of(path))) - variables() - own
 
 
@@ -229,12 +238,13 @@ def test_the_cpu_image_pins_torch_and_has_no_host_of_its_own() -> None:
     assert len(re.findall(r"^torch==", text_of(ROOT / "constraints.txt"), re.MULTILINE)) == 1
 
 
-def test_the_compose_file_names_what_is_there() -> None:
-    document = compose()
+@pytest.mark.parametrize("name", ["compose.yml", "compose.cluster.yml"])
+def test_the_compose_file_names_what_is_there(name: str) -> None:
+    document = compose(name)
     declared = {kind: set(document[kind]) for kind in ("secrets", "volumes")}
     for service in document["services"].values():
         assert set(service.get("secrets", [])) <= declared["secrets"]
-        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
         assert service["cap_drop"] == ["ALL"] and "no-new-privileges:true" in service["security_opt"]
         assert service["restart"] == "unless-stopped"
         for volume in service["volumes"]:
@@ -256,6 +266,53 @@ def test_the_engine_of_the_compose_file_has_time_to_drain() -> None:
     assert parse_seconds(engine["stop_grace_period"], "") > float(command[command.index("--shutdown-timeout") + 1])
     dockerfile = (DEPLOY / engine["build"]["context"] / engine["build"]["dockerfile"]).resolve()
     assert dockerfile == DEPLOY / "Dockerfile"
+
+
+def test_the_hosts_of_the_compose_file_are_nodes_of_its_topology() -> None:
+    services = compose("compose.cluster.yml")["services"]
+    server = services.pop("server")
+    words = dict(word.removeprefix("--").split("=", 1) for word in server["command"][1:])
+    assert words.keys() <= SERVE
+    assert parse_seconds(server["stop_grace_period"], "") > float(words["shutdown-timeout"])
+    nodes = set()
+    for name, service in services.items():
+        address = service["networks"]["hosts"]["ipv4_address"]
+        assert {f"--node-name={name}", f"--node-ip-address={address}"} <= set(service["command"])
+        assert ("ports" in service) == (name == "a") and service["secrets"] == ["ray_token"]
+        nodes.add(name)
+        assert server["depends_on"][name] == {"condition": "service_healthy"}
+    assert nodes_in(words["topology"]) == nodes
+    first = services["a"]["networks"]["hosts"]["ipv4_address"]
+    assert words["ray-address"] == f"{first}:6379" and "--port=6379" in services["a"]["command"]
+    assert services["a"]["build"]["args"] == {"EXTRAS": "video,ray"}
+
+
+def nodes_in(topology: str) -> set[str]:
+    spelled = re.sub(r"^\$\{HYDRA_TOPOLOGY:-(.*)\}$", r"\1", topology)
+    return {spec.node for spec in Topology.parse(spelled, nodes=True).instances}
+
+
+def test_the_pods_of_kuberay_are_nodes_of_its_topology() -> None:
+    service, job = kuberay()
+    spec = job["spec"]["rayClusterSpec"]
+    head, *workers = groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
+    serve, model, *words = job["spec"]["entrypoint"].split()[1:]
+    assert (serve, model) == ("serve", "demo") and served_flags(" ".join(words)) <= SERVE
+    flags = dict(zip(words[::2], words[1::2], strict=True))
+    assert nodes_in(flags["--topology"]) == {group["rayStartParams"]["node-name"] for group in groups}
+    assert [group["groupName"] for group in workers] == ["b", "c"]
+    assert spec["authOptions"] == {"mode": "token"}
+    assert f'"ray=={spec["rayVersion"]}"' in text_of(ROOT / "tools" / "ray_environment.py")
+    for pod in (group["template"]["spec"] for group in groups):
+        (container,) = pod["containers"]
+        mounted, volumes = container["volumeMounts"], {volume["name"] for volume in pod["volumes"]}
+        assert {mount["name"] for mount in mounted} == volumes and container["image"] == "hydra-engine:ray"
+        assert {"name": HEADLESS[0], "value": HEADLESS[1]} in container["env"]
+    variables = {variable["name"]: variable["value"] for variable in head["template"]["spec"]["containers"][0]["env"]}
+    assert float(variables["RAY_JOB_STOP_WAIT_TIME_S"]) > float(flags["--shutdown-timeout"])
+    labels = head["template"]["metadata"]["labels"] | {"ray.io/node-type": "head"}
+    assert service["spec"]["selector"] == labels
+    assert service["spec"]["ports"][0]["port"] == ServerConfig().port
 
 
 def test_prometheus_asks_the_engine_with_its_key() -> None:
