@@ -272,6 +272,7 @@ class Charge:
     patches: int = 0
     decodes_later: bool = False  # it decodes there too, after this prefill
     is_expected: bool = False  # it will probably decode there: `decode_tokens` counts among those that are expected
+    arriving_tokens: int = 0  # whose KV has to be copied there first
 
     def __post_init__(self) -> None:
         self._count(1)
@@ -283,9 +284,14 @@ class Charge:
         self.decode_tokens += num_tokens
         self.instance.decode_tokens += num_tokens
 
+    def arrive(self) -> None:
+        """Records that its KV has been copied. No-op if it was already."""
+        self.instance.arriving_tokens -= self.arriving_tokens
+        self.arriving_tokens = 0
+
     def release(self) -> None:
         self._count(-1)
-        self.prefill_tokens = self.decode_tokens = self.patches = 0
+        self.prefill_tokens = self.decode_tokens = self.patches = self.arriving_tokens = 0
         self.decodes_later = False
 
     def _count(self, sign: int) -> None:
@@ -298,6 +304,7 @@ class Charge:
         self.instance.decode_tokens += sign * self.decode_tokens
         self.instance.decodes += sign * (self.decode_tokens > 0)
         self.instance.later_decodes += sign * self.decodes_later
+        self.instance.arriving_tokens += sign * self.arriving_tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -388,7 +395,7 @@ class Attempt:
     def decode_at(self, instance: InstanceLoad, num_tokens: int, *, ready: bool) -> None:
         """Makes `instance` the decoder, with `num_tokens` in its KV; if not `ready`, it pulls the KV first."""
         self.decode_charge.release()
-        self.decode_charge = Charge(instance, decode_tokens=num_tokens)
+        self.decode_charge = Charge(instance, decode_tokens=num_tokens, arriving_tokens=0 if ready else num_tokens)
         self.decoder, self.decoder_ready = instance.name, ready
 
 

@@ -629,6 +629,7 @@ class Dispatcher:
             self._settle_decoder(in_flight, attempt, name)
         if name == attempt.decoder:
             attempt.decoder_ready = True
+            attempt.decode_charge.arrive()
         if delta.position == len(known):
             self._show(in_flight, attempt, delta, now)
         elif not in_flight.keep_early(delta):

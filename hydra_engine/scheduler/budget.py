@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.plans import LanguageLoad, VisionLoad
-from hydra_engine.core.reports import BudgetReport
+from hydra_engine.core.reports import BudgetReport, StepSpeeds
 from hydra_engine.core.state import RequestState
 from hydra_engine.scheduler.decodes import ReadyDecodes
 from hydra_engine.scheduler.requests import RequestTable
@@ -121,6 +121,10 @@ class Budgets:
     def predict(self, load: LanguageLoad) -> float | None:
         """Expected seconds of a step that has the device to itself; None without measured costs, as here."""
         return None
+
+    def speeds(self) -> StepSpeeds:
+        """Expected seconds of steps by size, before any has run; none without measured costs, as here."""
+        return StepSpeeds()
 
     def on_language(
         self, load: LanguageLoad, budget: StepBudget, *, duration_s: float, gap_s: float, vision_s: float

@@ -89,7 +89,7 @@ class StageScheduler:
         self._times = StepTimes()
         self._language = LanguagePlanner(self._requests, self._budgets, config)
         self._max_ahead = 1 if config.look_ahead else 0
-        self._speeds = SpeedMeter()
+        self._speeds = SpeedMeter(self._budgets.speeds())
         self._results = ResultProcessor(self._requests, self._times)
         self._connector = self._requests.connector
         self._connector.attach(self._requests, self._times, self._results.finish)

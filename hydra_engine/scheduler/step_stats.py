@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Mapping
+from statistics import geometric_mean
 
 from hydra_engine.core.plans import LanguageLoad
 from hydra_engine.core.reports import StepSpeeds
@@ -112,9 +114,11 @@ class StepTimes:
 
 
 class SpeedMeter:
-    """Moving means of the durations of steps by size: language steps with prefill, those without, and vision steps."""
+    """Moving means of the durations of steps by size: language steps with prefill, those without, and vision steps.
+    `expected`: predicted ones, for sizes without enough steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, expected: StepSpeeds | None = None) -> None:
+        self._expected = StepSpeeds() if expected is None else expected
         self._prefill, self._decode, self._vision = (
             MeansBySize(_SPEED_SHARE, averages_first=True, max_of_mean=_MAX_OF_MEAN) for _ in range(3)
         )
@@ -129,8 +133,20 @@ class SpeedMeter:
         self._vision.add(num_patches, duration_s)
 
     def report(self) -> StepSpeeds:
-        """The means of the sizes with at least `_MIN_STEPS` steps."""
-        return StepSpeeds(*(means.by_size(_MIN_STEPS) for means in (self._prefill, self._decode, self._vision)))
+        """The means of the sizes with at least `_MIN_STEPS` steps. The other sizes are as expected, times the factor by
+        which the measured ones differ from that."""
+        expected = self._expected
+        return StepSpeeds(
+            _completed(self._prefill.by_size(_MIN_STEPS), expected.prefill),
+            _completed(self._decode.by_size(_MIN_STEPS), expected.decode),
+            _completed(self._vision.by_size(_MIN_STEPS), expected.vision),
+        )
+
+
+def _completed(measured: Mapping[int, float], expected: Mapping[int, float]) -> dict[int, float]:
+    ratios = [seconds / expected[size] for size, seconds in measured.items() if seconds and expected.get(size)]
+    factor = geometric_mean(ratios) if ratios else 1.0
+    return {size: factor * seconds for size, seconds in expected.items()} | dict(measured)
 
 
 class TypicalSteps:

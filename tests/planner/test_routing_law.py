@@ -95,13 +95,8 @@ def drawn(seed: int) -> Case:
     )
 
 
-# What the law does not hold for yet: docs/topologies.md says why.
-EXCEPTIONS = {6, 16}
-_NOT_YET = pytest.mark.xfail(strict=True, reason="copies, or decodes to come, are estimated too short")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [pytest.param(n, marks=_NOT_YET) if n in EXCEPTIONS else n for n in range(18)])
+@pytest.mark.parametrize("seed", range(18))
 def test_a_stage_more_costs_no_goodput(seed: int) -> None:
     case = drawn(seed)
     rate = KEPT * case.goodput()

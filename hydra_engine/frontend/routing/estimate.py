@@ -35,6 +35,7 @@ _state = attrgetter(
     "later_decodes",
     "expected_decodes",
     "expected_tokens",
+    "arriving_tokens",
     "max_num_seqs",
     "kv_tokens",
 )
@@ -77,10 +78,9 @@ class Estimate:
             self._count += load.expected_decodes
             self._held += load.expected_tokens
             later += load.expected_decodes
-        self.full, self._pulls_s = False, 0.0  # seconds of the copies that wait
-        if status is not None:
-            self.full = status.kv_used >= NEARLY_FULL
-            self._pulls_s = status.transfer.pulls * status.transfer.pull_s / max(status.transfer.pulled, 1)
+        self.full = status is not None and status.kv_used >= NEARLY_FULL
+        # Seconds of the copies that come first.
+        self._pulls_s = pace.kv_token_s * (load.arriving_tokens + (load.expected_tokens if ahead else 0))
         if not ahead:
             self.full = load.nearly_full or self._room(self._count + 1, self._held) < 1.0
         # Seconds by which each token of a prompt delays the decodes there in all; none within a TPOT limit.
@@ -127,12 +127,18 @@ class Estimate:
             slow_s += waits_s / self._left(after_s) - waits_s / self._share
         return late_s, slow_s, after_s
 
-    def arrive(self, tokens: int, joined: Decode) -> Decode:
+    def arrive(self, tokens: int, joined: Decode, ready_s: float = 0.0) -> Decode:
         """Cost of a decode that joins and comes from another instance: its second token waits for the copy of its KV,
-        for the step that runs here, and for a step of its own."""
+        which is there in `ready_s` seconds, for the step that runs here, and for a step of its own. By then some of the
+        copies that come first are done; those that come together wait for each other."""
         late_s, slow_s, step_s = joined
-        pace = self.load.pace
-        copy_s = pace.kv_token_s * tokens + self._pulls_s
+        pace, first_s = self.load.pace, self._pulls_s
+        copy_s = pace.kv_token_s * tokens
+        if first_s < ready_s:
+            busy = first_s / ready_s
+            together_s = busy * (pace.chunk_s + copy_s) / (1 - busy)
+            first_s = min(first_s, max(together_s, pace.kv_token_s * self.load.arriving_tokens))
+        copy_s += first_s
         late_s += max(0.0, copy_s + self._running_s + step_s - pace.limit_s)
         return late_s, slow_s + copy_s, step_s
 

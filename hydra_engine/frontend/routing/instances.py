@@ -43,6 +43,7 @@ class InstanceLoad:
     later_decodes: int = 0  # part of `decodes`: whose first token is still to come
     expected_decodes: int = 0  # requests that will probably decode here, whose prefill elsewhere has not begun
     expected_tokens: int = 0  # of their prompts
+    arriving_tokens: int = 0  # of requests that decode here once their KV has been copied
     patches: int = 0  # of images that wait for their encode here
     max_num_seqs: int = 0  # requests that hold KV blocks at once; 0: not known
     kv_tokens: int = 0  # that its KV cache has room for; 0: not known

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
 from typing import NamedTuple
@@ -68,7 +68,7 @@ def paces(statuses: Mapping[str, Status], context: float) -> dict[str, Pace]:
     prefill_line = _fit(prefill_s, _LANGUAGE, prefill_scale or language)
     decode_line = _fit(decode_s, _LANGUAGE, decode_scale or language)
     vision_line = _fit(vision_s, _VISION, _scale(vision_s, _VISION) or language)
-    copies, is_measured = _copies(statuses.values()), bool(prefill_s or decode_s)
+    copies, is_measured = _copies(statuses), bool(prefill_s or decode_s)
 
     def pace(name: str, budget: BudgetReport) -> Pace:
         one = speeds[name]  # of two kinds of language steps, one stands for the other that has not been seen here
@@ -79,7 +79,7 @@ def paces(statuses: Mapping[str, Status], context: float) -> dict[str, Pace]:
             own,
             decode_line.times((decode if one.decode else prefill)[name]),
             vision_line.times(vision[name]),
-            *copies,
+            *copies[name],
             context,
             budget.tpot_limit_s if has_limit else math.inf,
             tokens * own.each_s,
@@ -179,13 +179,17 @@ def _fit(seconds: Mapping[int, float], prior: Line, scale: float) -> Line:
     return Line(base_s, each_s)
 
 
-def _copies(statuses: Iterable[Status]) -> tuple[float, float]:
-    """Mean seconds to copy the KV of a token, and the features of an image token; 0.0 before the first copy."""
-    kv_s = kv_tokens = feature_s = feature_tokens = 0.0
-    for status in statuses:
-        moved = status.transfer
-        kv_s += moved.kv_s
-        kv_tokens += moved.kv_tokens
-        feature_s += moved.pull_s - moved.kv_s
-        feature_tokens += moved.feature_tokens
-    return kv_s / max(kv_tokens, 1), feature_s / max(feature_tokens, 1)
+def _copies(statuses: Mapping[str, Status]) -> dict[str, tuple[float, float]]:
+    """Mean seconds to copy the KV of a token and the features of an image token, by the instance that reads them; of
+    all where it has read none, 0.0 before the first copy."""
+    moved = {name: status.transfer for name, status in statuses.items()}
+    kv_s = sum(one.kv_s for one in moved.values()) / max(sum(one.kv_tokens for one in moved.values()), 1)
+    feature_s = sum(one.pull_s - one.kv_s for one in moved.values())
+    feature_s /= max(sum(one.feature_tokens for one in moved.values()), 1)
+    return {
+        name: (
+            one.kv_s / one.kv_tokens if one.kv_tokens else kv_s,
+            (one.pull_s - one.kv_s) / one.feature_tokens if one.feature_tokens else feature_s,
+        )
+        for name, one in moved.items()
+    }

@@ -69,19 +69,24 @@ class _Helpers:
     ) -> None:
         self._tokens, self._left = request.num_prompt, min(request.max_new_tokens, ANSWER_TOKENS)
         self._joined: dict[str, Decode] = {}
-        ready = [estimate.load for estimate in estimates.values()]
-        apart = [load for load in ready if not load.role._value_ & _P]
+        self._estimates, self._able = estimates, able
+        ready = self._ready = [estimate.load for estimate in estimates.values()]
+        apart = self._apart = [load for load in ready if not load.role._value_ & _P]
         encode, images = _helping(ready, apart, able, _E) if patches else [], len(request.images)
         num_apart = sum(not load.role._value_ & _P for load in encode)
         part = -(-patches // max(min(images, num_apart or len(encode)), 1))
         encoders = [(estimates[load.name].encoded_s(part), load) for load in encode]
-        decoders = []
-        for load in _helping(ready, apart, able, _D):
-            estimate = estimates[load.name]
-            joined = self._joined[load.name] = estimate.join(self._tokens, self._left)
-            decoders.append(((estimate.full, estimate.arrive(self._tokens, joined)), load))
-        self.encoders, self._decoders = _Ranking(encoders), _Ranking(decoders)
+        self.encoders = _Ranking(encoders)
         self.encoders_apart = _Ranking([entry for entry in encoders if not entry[1].role._value_ & _P])
+
+    def rank_decoders(self, ready_s: float) -> None:
+        """Ranks the decoders for a prompt that is computed in `ready_s` seconds."""
+        decoders = []
+        for load in _helping(self._ready, self._apart, self._able, _D):
+            estimate = self._estimates[load.name]
+            joined = self._joined[load.name] = estimate.join(self._tokens, self._left)
+            decoders.append(((estimate.full, estimate.arrive(self._tokens, joined, ready_s)), load))
+        self._decoders = _Ranking(decoders)
         self._decoders_apart = _Ranking([entry for entry in decoders if not entry[1].role._value_ & _P])
 
     def decode(self, estimate: Estimate) -> tuple[Decode, str]:
@@ -175,7 +180,7 @@ class Router:
         estimates = {name: current(load) for name, load in self._instances.items() if load.condition is ready}
         helpers, turns = _Helpers(estimates, able, request, patches), self._turns["P"]
         hits, ttft_s = self._hits(request), math.inf if request.slo.ttft_s is None else request.slo.ttft_s
-        least: tuple[bool, float, float, int] | None = None
+        prefills: list[tuple[float, bool, int]] = []
         for load in able:
             estimate = estimates[load.name]
             todo, fresh = tokens, patches
@@ -189,6 +194,11 @@ class Router:
                 behind_s = estimate.prefilled_behind_s(todo, copied_s)
                 remote = behind_s < first_s or not load.role._value_ & _E
                 first_s = behind_s if remote else first_s
+            prefills.append((first_s, remote, todo))
+        helpers.rank_decoders(min(prefills)[0])
+        least: tuple[bool, float, float, int] | None = None
+        for load, (first_s, remote, todo) in zip(able, prefills, strict=True):
+            estimate = estimates[load.name]
             (late_s, slow_s, _), decoder = helpers.decode(estimate)
             if first_s > ttft_s:
                 late_s += first_s - ttft_s

@@ -16,7 +16,7 @@ from enum import IntEnum
 from hydra_engine.config import SchedulerConfig
 from hydra_engine.core.cost import CostSurface
 from hydra_engine.core.plans import LanguageLoad, VisionLoad
-from hydra_engine.core.reports import BudgetReport
+from hydra_engine.core.reports import BudgetReport, StepSpeeds
 from hydra_engine.core.state import RequestState
 from hydra_engine.scheduler.budget import USED, Budgets, PendingWork, StepBudget
 from hydra_engine.scheduler.decodes import ReadyDecodes
@@ -35,6 +35,7 @@ STARVED_SHARE = 0.5  # share of the limit that such a chunk may take
 MAX_STRETCH = 4.0  # multiple of the limit that a step may last for the sake of a first token
 BATCH_EFFICIENCY = 0.95  # share of the vision model's best throughput that a batch has to reach
 SLICE_SHARE = 0.25  # share of the limit: longest time between two points where the vision lane can pause
+TYPICAL_CONTEXT = 512  # keys of each decode, where nothing has run yet
 MIN_PREDICTION = 0.25  # share of the limit: smallest denominator of a step's relative error
 RECENT_STEPS = 256  # steps behind `BudgetReport.limit_used`
 OVERRUNS = 64
@@ -306,6 +307,25 @@ class LatencyBudgets(Budgets):
         """Expected seconds of a step that has the device to itself, corrected by the median of recent steps."""
         return self._surface.language_s(load) * self._correction.middle(kind_of(load, 0.0))
 
+    def speeds(self) -> StepSpeeds:
+        surface, config = self._surface, self._config
+
+        def decode_s(count: int) -> float:
+            return surface.language_s(LanguageLoad(count, count * TYPICAL_CONTEXT))
+
+        def prefill_s(count: int) -> float:
+            pairs = 0.5 * count * (count + 1)
+            return surface.language_s(LanguageLoad(prefill_tokens=count, prefill_pairs=pairs, num_chunks=1))
+
+        def vision_s(count: int) -> float:
+            return surface.vision_s(VisionLoad(count))
+
+        return StepSpeeds(
+            _by_size(prefill_s, MIN_CHUNK, config.max_step_tokens),
+            _by_size(decode_s, 1, config.max_running_requests),
+            _by_size(vision_s, MIN_CHUNK, config.image_budget) if self._num_slices else {},
+        )
+
     # ---- vision steps
 
     def max_patches(self) -> int:
@@ -436,6 +456,11 @@ def _largest(seconds: Callable[[int], float], allowed: float, high: int, *, low:
         else:
             above = count
     return below
+
+
+def _by_size(seconds: Callable[[int], float], least: int, most: int) -> dict[int, float]:
+    """Seconds at the middle of each size from `least` to `most`; sizes are bit lengths."""
+    return {size: seconds(3 << size >> 2) for size in range(least.bit_length(), most.bit_length() + 1)}
 
 
 class PartitionChoice:
