@@ -563,7 +563,7 @@ class Dispatcher:
             return
         if attempt.decoder_ready or attempt.early_tokens or attempt.final is not None:
             return
-        if now - attempt.prefilled_s < PATIENCE_S:
+        if now - attempt.prefilled_s < PATIENCE_S or not self._any_has_room(full):
             return
         chosen = self._router.decoder(source, in_flight.num_tokens, in_flight.num_left)
         if isinstance(chosen, Role) or chosen == full or not _has_room(self.instances[chosen], self.instances[full]):
@@ -572,6 +572,11 @@ class Dispatcher:
             return
         attempt.replaced_decoder = full
         self._move(in_flight, attempt.request, source, chosen)
+
+    def _any_has_room(self, full: str) -> bool:
+        """True if the router could choose another decoder than `full` that has room: asking it takes much longer."""
+        instances = self.instances
+        return any(one.serves(Role.D) and _has_room(one, instances[full]) for one in instances.values())
 
     def move_decode(self, in_flight: RequestInFlight, now: float, target: str) -> None:
         """Has the decoder hand the request over to `target`. Until it has, it may end the request or keep it. No-op
