@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 
@@ -181,3 +182,14 @@ def test_three_failures_in_a_row_are_hopeless() -> None:
     pairs.connected(("e0", "p0"), 6.0)
     up(pairs, "e0", "p0")
     assert pairs.find_hopeless() is None
+
+
+def test_no_question_looks_at_all_pairs_of_many_instances() -> None:
+    """They are asked with each report while instances start: twice as often as there are pairs."""
+    names = [f"epd{number}" for number in range(128)]
+    pairs = make_pairs(*names)
+    up(pairs, *names[:2])
+    began_s = time.thread_time()
+    for _ in range(2_000):
+        assert not pairs.complete and pairs.find_hopeless() is None and not pairs.pairs_due(1.0)
+    assert time.thread_time() - began_s < 0.2
