@@ -280,6 +280,7 @@ class PeerSockets:
         self._bell, self._ringer = socket.socketpair()
         self._thread: threading.Thread | None = None
         self._closing = False
+        self._must_look = False  # after connections that were not served
 
     def start(self, exports: Exports, descriptors: Sequence[int]) -> None:
         """Starts the thread, which introduces this instance to every peer that the supervisor has connected or will
@@ -345,31 +346,47 @@ class PeerSockets:
     # ---- the thread
 
     def _run(self) -> None:
+        """Serves what can be read or written. All connections are looked after when that is due, and after a ring,
+        which does not say whose: with hundreds of peers to do so for each message would take more than the message."""
         try:
-            ticked_s = self._clock.now()
+            looked_s = ticked_s = self._clock.now()
+            patience_s: float | None = None
             while not self._closing:
-                for key, mask in self._selector.select(self._patience_s()):
-                    self._serve(key.fileobj, mask)
+                self._must_look = False
+                served = [self._serve(key.fileobj, mask) for key, mask in self._selector.select(patience_s)]
                 now = self._clock.now()
                 is_due = now - ticked_s >= self._tick_s
                 if is_due:
                     ticked_s = now
-                for link in list(self._links.values()):
-                    self._look_after(link, is_due)
+                if is_due or self._must_look or (patience_s is not None and now - looked_s >= patience_s):
+                    looked_s = now
+                    for link in list(self._links.values()):
+                        self._look_after(link, is_due)
+                    patience_s = self._patience_s()
+                    continue
+                for link in filter(None, served):
+                    if self._links.get(link.name) is link:
+                        self._look_after(link, is_due)
+                        if link.is_waiting:
+                            patience_s = self._tick_s if patience_s is None else min(patience_s, self._tick_s)
         finally:
             for link in list(self._links.values()):
                 self._drop(link, "this instance has ended its connections")
 
     def _patience_s(self) -> float | None:
-        """Returns how long nothing has to be looked after, in seconds; None: until something comes."""
-        pings = [ping_s for link in self._links.values() if (ping_s := link.ping_s) is not None]
+        """Returns seconds until all connections have to be looked after again; None: until something comes. Half of
+        the time between two pings: a look that comes a moment early must not leave one out."""
+        pings = [0.5 * ping_s for link in self._links.values() if (ping_s := link.ping_s) is not None]
         waits = [self._tick_s] if any(link.is_waiting for link in self._links.values()) else []
         return min([*pings, *waits], default=None)
 
-    def _serve(self, source: object, mask: int) -> None:
+    def _serve(self, source: object, mask: int) -> PeerLink | None:
+        """Returns the connection that was served, if it was one."""
         if source is self._control:
+            self._must_look = True
             self._take_connection()
         elif source is self._bell:
+            self._must_look = True
             with contextlib.suppress(BlockingIOError):
                 self._bell.recv(4096)
         elif isinstance(source, PeerLink) and self._links.get(source.name) is source:
@@ -381,6 +398,8 @@ class PeerSockets:
                     self._wake()
             except LinkError as error:
                 self._drop(source, str(error))
+            return source
+        return None
 
     def _look_after(self, link: PeerLink, is_due: bool) -> None:
         """Drops a link that has a problem or, at a tick that `is_due`, makes no progress; else selects it for writing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -15,7 +16,7 @@ import pytest
 from hydra_engine.cluster import channel
 from hydra_engine.cluster.channel import send_with
 from hydra_engine.cluster.children import ProcessChild
-from hydra_engine.cluster.peers import PeerSockets
+from hydra_engine.cluster.peers import PeerLink, PeerSockets
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.messages import WIRE_VERSION, PeerState, ToFrontend
 from hydra_engine.core.pools import Exports
@@ -282,6 +283,26 @@ def test_a_slow_reader_gets_everything(nodes: list[Node]) -> None:
         while len(received) < 1 + len(messages):
             received += reader.read_frames(peer.recv(1 << 16))
     assert [channel.decode_to_peer(body) for body in received[1:]] == messages
+
+
+def test_a_message_is_looked_after_alone_however_many_peers_there_are(
+    nodes: list[Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, other = two(nodes)
+    join(node, other)
+    with contextlib.ExitStack() as opened:
+        for number in range(24):
+            peer = opened.enter_context(stranger(node, f"x{number}"))
+            descriptor = os.memfd_create("words")
+            send_with(peer, hello(name=f"x{number}"), [descriptor])
+            os.close(descriptor)
+        node.wait(PeerUp, 25), other.wait(PeerUp)
+        looks: list[PeerLink] = []
+        monkeypatch.setattr(PeerLink, "keep_alive", lambda link: looks.append(link))
+        for number in range(1, 51):
+            other.sockets.send("e0", [offer(number)])
+            node.wait(FromPeer, number)
+        assert len(looks) < 50 * 24 / 4
 
 
 def test_a_new_connection_replaces_the_old_one(nodes: list[Node]) -> None:
