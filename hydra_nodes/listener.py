@@ -17,7 +17,7 @@ from hydra_nodes.session import Greeting, Handshake, Session, SessionError, chec
 
 logger = logging.getLogger(__name__)
 
-MAX_STRANGERS = 64  # connections whose handshake is not over
+MAX_STRANGERS = 64  # connections whose handshake is not over, besides one for each instance that is expected
 STRANGER_S = 30.0  # for a handshake: the agent connects before it starts a process, which imports first
 _RECEIVE_BYTES = 1 << 16
 _BACKLOG = 128
@@ -95,7 +95,7 @@ class Listener:
                 logger.error("cannot take a connection of an instance: %s", error)
                 await asyncio.sleep(_RETRY_S)
                 continue
-            if len(self._strangers) >= MAX_STRANGERS:
+            if len(self._strangers) >= MAX_STRANGERS + len(self._expected):  # those connect long before they speak
                 sock.close()
                 continue
             task = asyncio.create_task(self._admit(sock, host))

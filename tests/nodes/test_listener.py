@@ -111,7 +111,7 @@ async def test_strangers_take_no_more_than_their_number(monkeypatch: pytest.Monk
     monkeypatch.setattr(module, "STRANGER_S", 0.2)
     async with listening() as opened:
         expected = opened.expect("p0", 7)
-        silent = [socket.create_connection(opened.address) for _ in range(2)]
+        silent = [socket.create_connection(opened.address) for _ in range(3)]  # one of them might be p0
         await asyncio.sleep(0.05)
         with pytest.raises(SessionError):
             await dial(opened.address)
@@ -121,6 +121,20 @@ async def test_strangers_take_no_more_than_their_number(monkeypatch: pytest.Monk
         for sock in silent:
             assert sock.recv(10) == b""
             sock.close()
+
+
+async def test_instances_that_all_connect_before_they_speak_get_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent connects first; its process imports for seconds before it introduces itself."""
+    monkeypatch.setattr(module, "MAX_STRANGERS", 1)
+    async with listening() as opened:
+        waiting = [opened.expect("p0", incarnation) for incarnation in range(5)]
+        socks = [socket.create_connection(opened.address) for _ in waiting]
+        await asyncio.sleep(0.05)
+        for incarnation, (sock, expected) in enumerate(zip(socks, waiting, strict=True)):
+            with sock:
+                theirs = msgspec.structs.replace(THEIRS, incarnation=incarnation)
+                await asyncio.to_thread(handshake_client, sock, SECRET, theirs)
+                (await expected).close()
 
 
 # ---- a process on a node
