@@ -26,6 +26,7 @@ COMMANDS = {
     "ops.attention": ("--quick",),
     "ops.cache": ("--quick",),
     "ops.linear": ("--quick",),
+    "scale": ("--quick",),
     "outliers": ("--kinds", "int8", "--powers", "0", "--seconds", "0.1"),
     "preprocess": ("--quick",),
     "ready": ("hydra_engine/demo/model", "--rounds", "1"),

@@ -1,0 +1,1 @@
+"""Sizes beyond this machine: `python -m bench.scale`."""
