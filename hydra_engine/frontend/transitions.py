@@ -62,6 +62,8 @@ PATIENCE_S = 0.25
 # A request to be handed over decodes on while steps are in flight; after this many tokens it stays.
 MAX_LATE_TOKENS = 32
 
+_UNSETTLED = (Phase.WAITING, Phase.MOVING)
+
 Report = Callable[[ActiveRequest, Result], None]
 
 
@@ -177,7 +179,7 @@ class Dispatcher:
         self._broken = [broken for broken in self._broken if broken.due_s > now]
         for broken in due:
             self._fire(Event.PAIR_LOST, broken.in_flight, now, broken)
-        for in_flight in self._by_age():
+        for in_flight in self._unsettled():
             self._fire(Event.TICK, in_flight, now)
             if in_flight.deadline_s is not None and in_flight.deadline_s <= now:
                 self._fire(Event.DEADLINE, in_flight, now)
@@ -225,7 +227,9 @@ class Dispatcher:
         pair = {one, other}
         for in_flight in self._by_age():
             attempt = in_flight.attempt
-            if attempt is not None and (attempt.moves_between(pair) or attempt.jobs_between(pair)):
+            if attempt is None or (attempt.decoder_ready and not attempt.jobs):
+                continue
+            if attempt.moves_between(pair) or attempt.jobs_between(pair):
                 self._broken.append(Broken(in_flight, attempt, pair, set(attempt.jobs), now + PAIR_GRACE_S))
 
     def undrain(self, names: Iterable[str], now: float) -> None:
@@ -234,11 +238,17 @@ class Dispatcher:
 
     def wake(self, now: float) -> None:
         """Retries waiting requests, the oldest first, after a change of the usable instances."""
-        for in_flight in self._by_age():
+        for in_flight in self._unsettled():
             self._fire(Event.WOKEN, in_flight, now)
 
     def holds_work(self, name: str) -> bool:
         return bool(self.instances[name].stale) or any(f.is_at(name) for f in list(self.requests.values()))
+
+    def _unsettled(self) -> list[RequestInFlight]:
+        """Requests that wait, move or have a deadline, the oldest first: no others have actions of TICK, DEADLINE and
+        WOKEN. Thousands may decode while each of hundreds of connections comes up."""
+        unsettled = [f for f in self.requests.values() if f.phase in _UNSETTLED or f.deadline_s is not None]
+        return sorted(unsettled, key=lambda in_flight: in_flight.arrival_index)
 
     def _by_age(self) -> list[RequestInFlight]:
         return sorted(self.requests.values(), key=lambda in_flight: in_flight.arrival_index)

@@ -98,7 +98,10 @@ class Case:
         self.rig.up(names[0])
 
     def tick(self) -> None:
-        """The other decoder has room. A request that waits is a suspect that may be tried now."""
+        """The other decoder has room. A request that waits is a suspect that may be tried now; one that runs waits for
+        an instance, or no tick looks at it."""
+        if self.in_flight.phase in (P, D):
+            self.in_flight.deadline_s = self.rig.now + 60
         instances = self.rig.dispatcher.instances
         for name, instance in instances.items():
             instance.status = status(num_waiting=9) if name == self.decoder else status()
@@ -291,3 +294,16 @@ def test_a_pair_that_is_not_in_the_table_cannot_happen(phase: Phase) -> None:
 
 def test_the_page_shows_the_table() -> None:
     assert table() in PAGE.read_text(encoding="utf-8"), "run python -m tools.frontend_table"
+
+
+def test_requests_that_run_cost_nothing_when_a_connection_comes_up_or_time_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Thousands of them may run while each of hundreds of connections comes up."""
+    rig, fired = Rig("2EPD"), list[object]()
+    for number in range(1, 5):
+        rig.submit(number)
+    monkeypatch.setattr(Dispatcher, "_fire", lambda *event: fired.append(event))
+    rig.dispatcher.on_pair("epd0", "epd1", True, rig.now)
+    rig.dispatcher.tick(rig.now)
+    assert not fired
