@@ -1,4 +1,4 @@
-"""What the one frontend would be busy with under each simulated load, in cores: it has one, as it runs on one loop.
+"""Cores that the one frontend would need under each simulated load, by what for: it has one, as it runs on one loop.
 
 Counts of the simulation times seconds of the other parts. Decoding of pictures, which has processes of its own, and
 HTTP but for streamed tokens are left out."""
@@ -39,7 +39,6 @@ def _row(row: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
         "devices": row["devices"],
         "cores": cores,
         "all": sum(cores.values()),
-        "full_at_devices": row["devices"] / sum(cores.values()),
         "status_per_s": status_s,
         "status_bytes_per_s": status_bytes,
         "messages_per_s": others + status_s,

@@ -71,7 +71,7 @@ class Meter:
     messages: Counter[str] = field(default_factory=Counter)
     sampled_bytes: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     tokens: int = 0
-    most_in_flight: int = 0
+    max_in_flight: int = 0
 
     def __post_init__(self) -> None:
         dispatcher = self.deployment.dispatcher
@@ -107,7 +107,7 @@ class Meter:
                 if self.messages[kind] % _SAMPLED == 1:
                     self.sampled_bytes[kind].append(len(encode_frames([message])))
                 self.tokens += len(message.token_ids) if kind == "Tokens" else 0  # type: ignore[union-attr]
-            self.most_in_flight = max(self.most_in_flight, len(self.deployment.dispatcher.requests))
+            self.max_in_flight = max(self.max_in_flight, len(self.deployment.dispatcher.requests))
             call(name, messages)
 
         return counted
@@ -189,7 +189,7 @@ def run(kind: str, devices: int, rate: float, seconds: float, *, joins_s: float 
         "seconds": last_s,
         "wall_s": time.perf_counter() - began_s,
         "built_s": built_s,
-        "in_flight": meter.most_in_flight,
+        "in_flight": meter.max_in_flight,
         **_quality(judged, rate),
         "preprocessing_cores": deployment.preprocessing_busy() * HOST_CORES,
         "frontend": meter.document(last_s),

@@ -73,9 +73,9 @@ def _quality(parts: dict[str, Any]) -> Figure:
         for axes, name in ((panels[1], "ttft_ms"), (panels[2], "tpot_ms")):
             axes.plot(sizes, [row[name]["p90"] for row in rows], label=f"{kind}, p90", **style)
             axes.plot(sizes, [row[name]["p50"] for row in rows], label=f"{kind}, p50", linestyle=":", **style)
-        for axes in panels:
-            _sizes(axes, sizes)
-    panels[0].set(ylabel="requests/s and device within both limits")
+    for axes in panels:
+        _sizes(axes, sorted({row["devices"] for row in simulated["rows"]}))
+    panels[0].set(ylabel="requests/s within both limits")
     panels[1].set(ylabel=f"ms, limit {1e3 * simulated['ttft_limit_s']:g}")
     panels[2].set(ylabel=f"ms, limit {1e3 * simulated['tpot_limit_s']:g}")
     for axes, title in zip(panels, ("Goodput per device", "TTFT", "TPOT"), strict=True):
@@ -96,10 +96,10 @@ def _frontend(parts: dict[str, Any]) -> Figure:
                       label=what)  # fmt: skip
         axes.plot(sizes, [row["all"] for row in rows], color="black", linewidth=2, label="all")
         axes.axhline(1.0, color="#888888", linestyle="--", linewidth=1)
-        _sizes(axes, sizes)
+        _sizes(axes, sorted({row["devices"] for row in parts["budget"]}))
         axes.set(yscale="log", title=kind)
     panels[0][0].set_ylabel("cores of the frontend; it has one")
-    panels[0][0].legend(fontsize=8)
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside right upper", fontsize=8.5)
     return figure
 
 

@@ -1,4 +1,4 @@
-"""What connections with hundreds of peers take: one instance's real sockets over loopback TCP, in a process of its own.
+"""Costs of connections with hundreds of peers: one instance's real sockets over loopback TCP, in a process of its own.
 
 The far ends are real links with their handshakes and MACs too, served by this process, whose seconds do not count.
 `run(counts)`; the process is `python -m bench.scale.links NAME`.
