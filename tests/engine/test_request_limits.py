@@ -8,12 +8,16 @@ from hydra_engine import Engine
 from hydra_engine.core.request import Slo
 from hydra_engine.errors import ConfigError, InvalidRequest
 from tests.engine.conftest import EngineFactory
+from tests.engine.faulty import until
 
 
 @pytest.mark.parametrize("limit", ["40ms", 0.04])
 def test_limits_of_the_engine_are_numbers_or_text(make_engine: EngineFactory, limit: str | float) -> None:
     engine = make_engine(tpot_slo=limit, ttft_slo="1s")
     assert (engine.config.scheduler.tpot_slo, engine.config.scheduler.ttft_slo) == (0.04, 1.0)
+    (instance,) = engine.frontend._dispatcher.instances.values()
+    until(lambda: instance.pace.is_measured, "it has measured step times for its limits", within_s=5.0)
+    assert instance.status is not None and instance.status.speeds.decode and not instance.status.language_steps
 
 
 def test_a_wrong_limit_is_found_before_anything_is_loaded() -> None:

@@ -236,4 +236,5 @@ class Rig:
         for instance in self.dispatcher.instances.values():
             loads = instance.prefill_tokens, instance.decodes, instance.decode_tokens, instance.patches
             assert loads == (0, 0, 0, 0), (instance.name, loads)
-            assert instance.expected_decodes == instance.expected_tokens == 0, instance.name
+            expected = instance.expected_decodes, instance.expected_tokens, instance.arriving_tokens
+            assert expected == (0, 0, 0), (instance.name, expected)

@@ -39,13 +39,17 @@ def test_a_request_decodes_where_there_is_room_when_its_prefill_begins() -> None
     submit = rig.submitted("d1")
     assert (submit.stages, submit.source, submit.request) == ("D", "p0", request)
     assert rig.take("p0") == [HandOver(1, "d1")] and not rig.take("d0")
-    assert (rig.dispatcher.instances["d1"].decodes, rig.dispatcher.instances["d1"].decode_tokens) == (1, 5008)
+    decoder = rig.dispatcher.instances["d1"]
+    assert (decoder.decodes, decoder.decode_tokens, decoder.arriving_tokens) == (1, 5008, 8)
     ask(rig)  # it gave way and started again before it had heard
     assert not rig.take("d0") and not rig.take("d1") and not rig.take("p0")
     rig.dispatcher.instances["d1"].decode_tokens -= 5000
     rig.speak("p0", request, 0)
     rig.finish("p0", 1, MOVED, 1)
-    rig.speak("d1", request, 1, 2, 3)
+    assert decoder.arriving_tokens == 8
+    rig.speak("d1", request, 1)
+    assert decoder.arriving_tokens == 0, "its KV is there"
+    rig.speak("d1", request, 2, 3)
     rig.finish("d1", 1, LENGTH, 4)
     rig.assert_done(1, 4)
     rig.assert_at_rest()
@@ -120,6 +124,21 @@ def test_what_waits_for_room_goes_to_an_instance_that_has_some() -> None:
     rig.finish("d1", 1, LENGTH, 4)
     rig.assert_done(1, 4)
     rig.assert_at_rest()
+
+
+def test_the_router_is_not_asked_for_another_decoder_while_none_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, request = waiting()
+    ask(rig)
+    rig.speak("p0", request, 0)
+    asked: list[str] = []
+    choose = rig.dispatcher._router.decoder
+    monkeypatch.setattr(rig.dispatcher._router, "decoder", lambda *of: asked.append(of[0]) or choose(*of))
+    rig.dispatcher.instances["d1"].status = status(num_waiting=1)
+    rig.wait(10 * PATIENCE_S)
+    assert not asked and rig.dispatcher.requests[1].phase is Phase.MOVING
+    rig.dispatcher.instances["d1"].status = status()
+    rig.wait(PATIENCE_S)
+    assert asked == ["p0"]
 
 
 @pytest.mark.parametrize("told", [False, True])

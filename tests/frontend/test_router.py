@@ -315,12 +315,20 @@ class Fresh(Estimates):
         return Estimate(load, self._ahead)
 
 
-COUNTS = "prefill_tokens", "patches", "decodes", "decode_tokens", "later_decodes", "expected_decodes", "expected_tokens"
+COUNTS = (
+    *("prefill_tokens", "patches", "decodes", "decode_tokens", "later_decodes"),
+    *("expected_decodes", "expected_tokens", "arriving_tokens"),
+)
 changes = st.one_of(
     st.tuples(st.sampled_from(COUNTS), st.integers(1, 4000)),
     st.tuples(st.sampled_from(("max_num_seqs", "kv_tokens")), st.integers(0, 4000)),
     st.tuples(st.just("status"), st.builds(status, num_running=st.integers(0, 99), kv_blocks_used=st.integers(0, 99))),
-    st.tuples(st.just("pace"), st.builds(Pace, decode=st.builds(Line, st.just(0.01), st.floats(0.0, 0.01)))),
+    st.tuples(
+        st.just("pace"),
+        st.builds(
+            Pace, decode=st.builds(Line, st.just(0.01), st.floats(0.0, 0.01)), kv_token_s=st.sampled_from((0.0, 1e-5))
+        ),
+    ),
 )
 
 

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hydra_engine.config import SchedulerConfig
+from hydra_engine.core.cost import Curve
 from hydra_engine.core.instances import Role
 from hydra_engine.core.plans import LanguageLoad
 from hydra_engine.core.reports import StepSpeeds
@@ -14,10 +16,12 @@ from hydra_engine.frontend.routing.estimate import Estimate
 from hydra_engine.frontend.routing.instances import Instances
 from hydra_engine.frontend.routing.pace import ALIKE, Line, Pace, slowness
 from hydra_engine.frontend.routing.router import Route, Router
+from hydra_engine.scheduler.latency.latency_budget import LatencyBudgets
 from hydra_engine.scheduler.step_stats import SpeedMeter
 from tests.examples import examples
 from tests.frontend.rig import make_request
 from tests.frontend.test_router import status, table
+from tests.scheduler.surface import make_surface
 
 factors = st.floats(1.0, 10.0)
 sizes = st.sets(st.integers(0, 12), min_size=1)
@@ -78,6 +82,18 @@ def test_an_instance_learns_its_own_speed() -> None:
     assert report.prefill == {} and report.vision == {}
     meter.on_vision(1000, 0.2)
     assert meter.report().vision == {10: pytest.approx(0.2)}
+
+
+def test_sizes_that_no_step_had_are_as_expected_and_as_much_slower_as_those_that_some_had() -> None:
+    expected = StepSpeeds({10: 0.04, 11: 0.08}, {3: 0.01, 4: 0.011}, {})
+    meter = SpeedMeter(expected)
+    assert meter.report() == expected
+    for _ in range(4):
+        meter.on_language(LanguageLoad(num_decodes=4), 0.02, 0.0)
+        meter.on_language(LanguageLoad(num_decodes=40), 0.03, 0.0)
+    report = meter.report()
+    assert report.prefill == expected.prefill
+    assert report.decode == pytest.approx({3: 0.02, 4: 0.022, 6: 0.03})
 
 
 def test_reports_of_all_instances_are_compared_by_kind_and_forgotten_with_a_death() -> None:
@@ -157,6 +173,41 @@ def test_of_prompts_that_all_wait_as_many_decodes_move_as_are_done_soonest(room:
         at = instances[route.decode or route.likely_decoder]
         Charge(at, decode_tokens=request.num_prompt, is_expected=route.moves)
     assert least <= moved <= most
+
+
+def test_prompts_before_any_step_are_shared_by_what_instances_expect() -> None:
+    instances = Instances(dict.fromkeys(("a", "b"), Role.parse("EPD")), lambda name, messages: None)
+    for name, factor in (("a", 1.0), ("b", 3.0)):
+        instances.mark_up(name)
+        config = SchedulerConfig(tpot_slo=0.1)
+        surface = make_surface(rows=Curve((1, 1024), (factor * 0.005, factor * 0.066)))
+        instances.on_status(name, status(speeds=LatencyBudgets(surface, config, num_slices=0).speeds()))
+    router, tokens = Router(instances), {"a": 0, "b": 0}
+    for number in range(40):
+        request = make_request(number, prompt=500)
+        route = router.route(request)
+        assert isinstance(route, Route)
+        Charge(instances[route.prefill], prefill_tokens=request.num_prompt)
+        tokens[route.prefill] += request.num_prompt
+    assert 2.5 < tokens["a"] / tokens["b"] < 3.5
+
+
+def test_a_decode_waits_for_the_copies_that_come_first_as_far_as_they_are_not_done_by_then() -> None:
+    instances = table("2P+D")
+    decoder = instances["d0"]
+    decoder.pace = Pace(decode=Line(0.01, 0.0), kv_token_s=1e-5, chunk_s=0.05)
+
+    def copied_s(ready_s: float) -> float:
+        estimate = Estimate(decoder, ahead=True)
+        return estimate.arrive(1000, (0.0, 0.0, 0.01), ready_s)[1]
+
+    assert copied_s(0.0) == pytest.approx(0.01), "only its own"
+    decoder.expected_tokens = 10000
+    assert copied_s(0.0) == pytest.approx(0.11)
+    assert copied_s(1.0) == pytest.approx(0.01 + 0.1 * 0.06 / 0.9), "a tenth of the time is taken by others"
+    decoder.expected_tokens, decoder.arriving_tokens = 5000, 5000
+    assert copied_s(1.0) == pytest.approx(0.06), "those that come now may come together with it"
+    assert Estimate(decoder).arrive(1000, (0.0, 0.0, 0.01))[1] == pytest.approx(0.06), "expected ones come later"
 
 
 def test_pictures_leave_a_slow_instance_where_another_is_done_sooner() -> None:

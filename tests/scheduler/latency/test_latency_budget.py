@@ -374,3 +374,13 @@ def test_a_prediction_is_what_the_surface_says_until_steps_say_otherwise() -> No
     for _ in range(100):
         budgets.on_language(load, budget, duration_s=1.4 * alone, gap_s=1.4 * alone, vision_s=0.0)
     assert budgets.predict(load) > 1.1 * alone
+
+
+def test_step_times_by_size_before_any_step_are_what_the_surface_says() -> None:
+    surface = make_surface()
+    speeds = make_budgets(max_num_seqs=64, token_budget=2048, image_budget=4096).speeds()
+    assert speeds.decode[6] == pytest.approx(surface.language_s(LanguageLoad(48, 48 * 512)))
+    assert speeds.prefill[10] == pytest.approx(surface.language_s(LanguageLoad(0, 0, 768, 768 * 769 / 2, 1)))
+    assert speeds.vision[10] == pytest.approx(surface.vision_s(VisionLoad(768)))
+    assert (min(speeds.decode), max(speeds.decode), max(speeds.prefill), max(speeds.vision)) == (1, 7, 12, 13)
+    assert make_budgets(num_slices=0).speeds().vision == {}, "no vision lane"
