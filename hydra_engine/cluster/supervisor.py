@@ -26,7 +26,7 @@ from hydra_engine.config import EngineConfig
 from hydra_engine.core.instances import Condition, InstanceState, Role
 from hydra_engine.core.messages import WIRE_VERSION, Failed, Loading, PeerState, Ready, SetRole, Shutdown, ToFrontend
 from hydra_engine.core.processes.preloaded import Preloaded
-from hydra_engine.core.reports import Status
+from hydra_engine.core.reports import InstanceSummary, Status
 from hydra_engine.errors import ConfigError, EngineClosed, HydraError, ResourceError, TransferError, from_info
 
 logger = logging.getLogger(__name__)
@@ -194,12 +194,25 @@ class Supervisor:
                     ConfigError(f"the instance speaks wire version {message.version}, the frontend {WIRE_VERSION}"),
                 )
                 child.kill()
+            case Ready() if problem := self._find_difference(member, message.summary):
+                self._on_failed(member, ConfigError(problem))
+                child.kill()
             case Ready():
                 self._on_ready(member, child, message, now)
             case Failed():
                 self._on_failed(member, from_info(message.error))
             case PeerState():
                 self._on_peer_state(member, message, now)
+
+    def _find_difference(self, member: Member, summary: InstanceSummary) -> str:
+        """Returns why an instance cannot exchange blocks with one that is ready on another node, "" if it can."""
+        others = [other for other in self._members.values() if other.summary is not None and other.node != member.node]
+        for other, fact in itertools.product(others, ("dtype", "kv_block_size", "image_block_size")):
+            here, there = getattr(summary, fact), getattr(other.summary, fact)
+            if here != there:
+                advice = "; give a --dtype that each can compute, such as float32" if fact == "dtype" else ""
+                return f"{fact} {here} differs from {there} of instance {other.label}{advice}"
+        return ""
 
     def _on_ready(self, member: Member, child: Child, message: Ready, now: float) -> None:
         summary = member.become_ready(message.summary, now)

@@ -2,8 +2,8 @@
 
 Started like a real one with `python -m tests.cluster.stand_in`. The environment says how it starts, in a variable
 STAND_IN_<NAME>: "fail" (a ConfigError), "exit" (code 3, without a word), "hang" (sleeps before it is ready), "deaf"
-(ignores Shutdown), "slow" (computes before it ends). SetFault says what it does later: "exit" (code 7), "leave"
-(code 0), "offer" and "garble" (argument: the peer).
+(ignores Shutdown), "slow" (computes before it ends), "float32" (its dtype). SetFault says what it does later: "exit"
+(code 7), "leave" (code 0), "offer" and "garble" (argument: the peer).
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ def offer(sequence: int) -> Offer:
 def summary(name: str, context: InstanceContext) -> InstanceSummary:
     zeros = {f: 0 for f in InstanceSummary.__struct_fields__ if InstanceSummary.__annotations__[f] in ("int", "float")}
     texts = dict.fromkeys(("model", "family", "device", "dtype", "backend"), "none")
+    if os.environ.get(f"STAND_IN_{name.upper()}") == "float32":
+        texts["dtype"] = "float32"
     values = {**zeros, **texts, "name": name, "role": context.role.letters, "incarnation": context.incarnation}
     return InstanceSummary(**values, deterministic=True)
 

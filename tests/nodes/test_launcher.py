@@ -185,3 +185,14 @@ async def test_an_instance_that_does_not_agree_is_refused_by_a_sentence_that_nam
     with pytest.raises(ConfigError, match=sentence):
         await make("E@a+PD@b").start(Recorder())
     wait_until(lambda: nodes.freed, "nothing stays")
+
+
+async def test_an_instance_of_another_dtype_is_refused_by_a_sentence_that_names_both_nodes(
+    make: Make, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STAND_IN_E0", "float32")
+    one = "instance (e0 on node a|pd0 on node b)"
+    sentence = rf"^{one}: dtype \w+ differs from \w+ of {one}; give a --dtype that each can compute"
+    with pytest.raises(ConfigError, match=sentence):
+        await make("E@a+PD@b").start(Recorder())
+    wait_until(lambda: nodes.freed, "nothing stays")
