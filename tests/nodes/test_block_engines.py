@@ -67,6 +67,18 @@ def test_instances_that_share_no_memory_give_the_tokens_of_one(
         assert through_host == (pulled if options.get("transport") == "host" else 0)
 
 
+@pytest.mark.parametrize("early_kv", [True, False])
+def test_kv_moves_in_groups_while_the_prefill_goes_on(tiny_model: Path, early_kv: bool) -> None:
+    with Engine(tiny_model, topology="EP+D", early_kv=early_kv, **OPTIONS) as engine:
+        for token in (7, 8):  # the first connects them
+            (result,) = engine.generate([[token] * 400], temperature=0, max_tokens=4, ignore_eos=True)
+    computed_s = max(span.end_s for span in result.timeline if (span.stage, span.instance) == ("prefill", "ep0"))
+    pulls = [span for span in result.timeline if span.stage == "pull_kv"]
+    assert sum(span.tokens for span in pulls) == 400
+    early = [span for span in pulls if span.end_s + result.metrics.clock_error_s < computed_s]
+    assert bool(early) == early_kv, result.timeline
+
+
 def test_killed_instances_take_nothing_with_them(tiny_model: Path, golden: list[Outcome]) -> None:
     """Kills each while blocks move. Requests end with the right tokens, or with a sentence; then all is free."""
     with RestlessEngine(tiny_model, topology="E+P+D", recovery_s=30.0, **OPTIONS) as engine:

@@ -84,6 +84,26 @@ async def test_a_node_with_other_facts_fails_the_start_and_says_which() -> None:
             await expected
 
 
+@pytest.mark.parametrize("name", ["model-00001.gguf", "model.safetensors"])
+async def test_a_node_with_another_file_of_the_same_name_and_size_is_refused(tmp_path: Path, name: str) -> None:
+    for node in "ab":
+        (tmp_path / node).mkdir()
+        (tmp_path / f"blob of {node}").write_bytes(bytes(200_000) + node.encode())
+        (tmp_path / node / name).symlink_to(tmp_path / f"blob of {node}")  # as in the caches
+    ours = Greeting(CHANNEL, "a", must_agree=deployment_facts(tmp_path / "a"))
+    theirs = Order(SECRET, "b", "p0", 7, str(tmp_path / "b")).greeting(CHANNEL)
+    opened = await Listener.open("127.0.0.1", SECRET, ours, fence_s=FENCE_S)
+    try:
+        expected = opened.expect("p0", 7)
+        sentence = "node 'b' has model digest [0-9a-f]{16}, node 'a' has [0-9a-f]{16}: all nodes need the same"
+        with pytest.raises(SessionError, match=sentence):
+            await dial(opened.address, theirs)
+        with pytest.raises(SessionError, match=sentence):
+            await expected
+    finally:
+        opened.close()
+
+
 async def test_who_is_expected_no_longer_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     async with listening() as opened:
         expected = opened.expect("p0", 7)
