@@ -1,10 +1,11 @@
 """Times reading blocks of 64 KiB from another process by each way that their bytes can go between nodes.
 
 Two real processes over loopback. Per size, in turns within one run: memcpy of blocks anywhere to blocks anywhere within
-this process, a bare TCP socket with the same scatter-gather and nothing else, and the network of the engine
-(`hydra_nodes/blocks.py`) with each of its MACs, in TLS, and, as a yardstick that it does not offer, bare. Throughput is
-bytes over the median time of a read; each waits for the one before. CPU seconds are those of both processes. Then the
-time from the death of a source in the middle of a read until the target knows it.
+this process, a bare TCP socket with the same scatter-gather and nothing else (calls that send 1 MiB, which are the
+fastest here, or 256 KiB), and the network of the engine (`hydra_nodes/blocks.py`) with each of its MACs, in TLS, and,
+as a yardstick that it does not offer, bare. Throughput is bytes over the median time of a read; each waits for the one
+before. CPU seconds are those of both processes. Then the time from the death of a source in the middle of a read until
+the target knows it.
 
 `python -m bench.nodes [--quick] [--json FILE]`; the last line of the output is one JSON document.
 """
@@ -34,7 +35,7 @@ from bench.common import ROOT, card, emit, write_document
 from hydra_engine.core.pools import PoolKind
 from hydra_engine.errors import TransferError
 from hydra_engine.transfer.network import RemoteBlocks, Rows
-from hydra_nodes.block_connection import batches, block_views
+from hydra_nodes.block_connection import BATCH_BYTES, batches, block_views
 from hydra_nodes.blocks import TcpBlocks
 from hydra_nodes.macs import HmacSha256, Mac, MacKind, best_mac
 from hydra_nodes.session import Greeting
@@ -47,7 +48,8 @@ SECRET = b"of no other deployment"
 SLOT, WORD = 5, 0x1234
 KIND = PoolKind.KV
 HOST = "127.0.0.1"
-_COUNT = struct.Struct("<I")
+CALL_BYTES = 1 << 18  # of a bare socket's calls that receive, and of the smaller ones that send
+_ASKED = struct.Struct("<II")  # number of blocks, bytes of a call that sends
 _SECONDS = struct.Struct("<d")
 
 _LIBC = ctypes.CDLL(None)
@@ -109,11 +111,17 @@ def serve(control: socket.socket, certificates: Path) -> None:
 
 
 def _serve_bare(listener: socket.socket, rows: Rows) -> None:
-    sock, _ = listener.accept()
+    while True:
+        sock, _ = listener.accept()
+        threading.Thread(target=_serve_one, args=(sock, rows), daemon=True).start()
+
+
+def _serve_one(sock: socket.socket, rows: Rows) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    while head := sock.recv(_COUNT.size, socket.MSG_WAITALL):
-        ids = np.frombuffer(sock.recv(4 * _COUNT.unpack(head)[0], socket.MSG_WAITALL), np.int32)
-        for batch in batches(block_views(rows, ids)):
+    while head := sock.recv(_ASKED.size, socket.MSG_WAITALL):
+        count, call_bytes = _ASKED.unpack(head)
+        ids = np.frombuffer(sock.recv(4 * count, socket.MSG_WAITALL), np.int32)
+        for batch in batches(block_views(rows, ids), call_bytes):
             waiting = batch
             while waiting:
                 waiting = _rest(waiting, sock.sendmsg(waiting))
@@ -169,13 +177,13 @@ def source() -> Iterator[Source]:
             started.close()
 
 
-def bare_reader(port: int, target: Rows) -> Read:
+def bare_reader(port: int, target: Rows, call_bytes: int) -> Read:
     sock = socket.create_connection((HOST, port))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def read(blocks: np.ndarray[Any, Any], to: np.ndarray[Any, Any]) -> None:
-        sock.sendall(_COUNT.pack(len(blocks)) + blocks.tobytes())
-        for batch in batches(block_views(target, to)):
+        sock.sendall(_ASKED.pack(len(blocks), call_bytes) + blocks.tobytes())
+        for batch in batches(block_views(target, to), CALL_BYTES):
             waiting = batch
             while waiting:
                 waiting = _rest(waiting, sock.recvmsg_into(waiting, 0, socket.MSG_WAITALL)[0])
@@ -205,7 +213,9 @@ def memcpy(target: Rows) -> Read:
 
 def readers(served: Source, target: Rows) -> dict[str, Read]:
     named = {f"tcp, {name}": remote_reader(remote, target) for name, remote in served.remotes.items()}
-    return {"memcpy": memcpy(target), "bare socket": bare_reader(served.port, target), **named}
+    bare = {"bare socket": BATCH_BYTES, "bare, calls of 256K": CALL_BYTES}
+    bare_readers = {name: bare_reader(served.port, target, call_bytes) for name, call_bytes in bare.items()}
+    return {"memcpy": memcpy(target), **bare_readers, **named}
 
 
 def check(named: dict[str, Read], target: Rows) -> None:

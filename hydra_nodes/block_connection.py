@@ -14,15 +14,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-import numpy as np
-
 from hydra_engine.core.plans import BlockIds
 from hydra_engine.transfer.network import Rows
 from hydra_nodes.links import set_options
 from hydra_nodes.macs import Mac, MacKind
 from hydra_nodes.session import Layer, Session, SessionError
 
-BATCH_BYTES = 1 << 18  # of one system call: what has passed the MAC is still in the core's cache
+# Bytes of one system call at most. A call that sends costs a wake-up of the other side besides its bytes; the receiver
+# sleeps until all bytes of its own call are there.
+BATCH_BYTES = 1 << 20
+LAST_BYTES = 1 << 18  # of the last calls that receive a message
+_FEW_BYTES = 1 << 13  # are received by one call, without a wait before
+_TLS_BYTES = 1 << 18  # of one call that receives
 _MAX_VIEWS = 512  # of one system call; the kernel's limit is 1024
 _TIME = struct.Struct("@ll")
 
@@ -40,28 +43,35 @@ class NotAuthentic(ConnectionEnded):
 def block_views(rows: Rows, blocks: BlockIds) -> list[memoryview]:
     """Views of the blocks, in order; blocks that follow each other are one view. Raises ValueError for a block that is
     not in `rows`."""
-    if not len(blocks):
+    ids = blocks.tolist()  # numpy would take longer for a few
+    if not ids:
         return []
-    if blocks.min() < 0 or blocks.max() >= len(rows):
-        raise ValueError(f"blocks: expected 0 to {len(rows) - 1}, got {blocks.min()} to {blocks.max()}")
-    cuts = (np.flatnonzero(np.diff(blocks) != 1) + 1).tolist()
-    runs = zip([0, *cuts], [*cuts, len(blocks)], strict=True)
-    firsts = blocks.tolist()
-    return [rows[firsts[begin] : firsts[begin] + end - begin].reshape(-1).data for begin, end in runs]
+    if min(ids) < 0 or max(ids) >= len(rows):
+        raise ValueError(f"blocks: expected 0 to {len(rows) - 1}, got {min(ids)} to {max(ids)}")
+    cuts = [before + 1 for before in (blocks[1:] - blocks[:-1] != 1).nonzero()[0].tolist()]
+    runs = zip([0, *cuts], [*cuts, len(ids)], strict=True)
+    flat, size = rows.reshape(-1).data, rows.shape[1]
+    return [flat[ids[begin] * size : (ids[begin] + end - begin) * size] for begin, end in runs]
 
 
-def batches(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """Cuts views into lists of at most `BATCH_BYTES`, in order."""
+def batches(
+    views: Sequence[memoryview], max_bytes: int = BATCH_BYTES, last_bytes: int = BATCH_BYTES
+) -> Iterator[list[memoryview]]:
+    """Cuts views into lists of at most `max_bytes`, in order. Towards the end a list has half of what is left, but not
+    less than `last_bytes`: the receiver takes them while the others are on their way."""
     batch: list[memoryview] = []
-    num_bytes = 0
+    num_bytes, left = 0, sum(map(len, views))
+    limit = min(max(left // 2, last_bytes), max_bytes)
     for view in views:
         while len(view):
-            part = view[: BATCH_BYTES - num_bytes]
+            part = view[: limit - num_bytes]
             view = view[len(part) :]
             batch.append(part)
             num_bytes += len(part)
-            if num_bytes == BATCH_BYTES or len(batch) == _MAX_VIEWS:
+            if num_bytes == limit or len(batch) == _MAX_VIEWS:
                 yield batch
+                left -= num_bytes
+                limit = min(max(left // 2, last_bytes), max_bytes)
                 batch, num_bytes = [], 0
     if batch:
         yield batch
@@ -89,6 +99,9 @@ class BlockConnection:
         requests, answers = session.derive_key("requests for blocks"), session.derive_key("answers with blocks")
         self._sending, self._receiving = (requests, answers) if is_client else (answers, requests)
         self._num_sent = self._num_received = 0  # messages
+        self._poll = select.poll()  # descriptors may be larger than `select` takes
+        self._poll.register(sock, select.POLLIN)
+        self._woken_bytes = 1  # the kernel wakes this side when so many have come
         set_options(sock, patience_s)  # or a thread would wait for ever for a node that has lost its power
         seconds, rest = divmod(patience_s, 1.0)
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -102,15 +115,14 @@ class BlockConnection:
 
     def send(self, views: Sequence[bytes | memoryview], mac: Mac | None, *, more: bool = True) -> None:
         """Sends buffers, at most one batch and two more. `more`: something follows at once. Raises ConnectionEnded."""
-        if mac is not None:
-            for view in views:
-                mac.update(view)
-        if self._layer is not None:
-            views = [self._layer.wrap(b"".join(views))]
-        waiting = [memoryview(view) for view in views if len(view)]
+        sent = views if self._layer is None else [self._layer.wrap(b"".join(views))]
+        waiting = [memoryview(view) for view in sent if len(view)]
         flags = socket.MSG_MORE if more else 0
         while waiting:
             _skip(waiting, self._call(lambda: self._sock.sendmsg(waiting, (), flags)))
+        if mac is not None:  # while the other side receives them
+            for view in views:
+                mac.update(view)
 
     def end_sending(self, last: Sequence[bytes | memoryview], mac: Mac | None) -> None:
         """Sends the end of a message, and its tag."""
@@ -156,17 +168,23 @@ class BlockConnection:
     def wait_for_message(self) -> None:
         """Waits, as long as it takes, for the first byte of a message or the end of the connection."""
         if not self._unwrapped:
-            self._is_readable(None)
+            self._wait_for(1, None)
 
     @property
     def is_stale(self) -> bool:
         """True if the connection has ended at rest, or something came that nobody has asked for."""
-        return self._is_readable(0.0) and (self._layer is None or not self._has_bytes())
+        return self._wait_for(1, 0.0) and (self._layer is None or not self._has_bytes())
 
-    def _is_readable(self, limit_s: float | None) -> bool:
-        poll = select.poll()  # descriptors may be larger than `select` takes
-        poll.register(self._sock, select.POLLIN)
-        return bool(poll.poll(None if limit_s is None else limit_s * 1e3))
+    def _wait_for(self, num_bytes: int, limit_s: float | None) -> bool:
+        """Waits until so many bytes have come, or as many as the kernel has room for, or the connection has ended.
+        Returns False if that takes longer than `limit_s`."""
+        self._wake_at(num_bytes)
+        return bool(self._poll.poll(None if limit_s is None else limit_s * 1e3))
+
+    def _wake_at(self, num_bytes: int) -> None:
+        if num_bytes != self._woken_bytes:
+            self._call(lambda: self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes))
+            self._woken_bytes = num_bytes
 
     def _has_bytes(self) -> bool:
         try:
@@ -176,9 +194,16 @@ class BlockConnection:
 
     def _receive_some(self, waiting: list[memoryview]) -> int:
         if self._layer is None:
-            num_bytes = self._call(lambda: self._sock.recvmsg_into(waiting, 0, socket.MSG_WAITALL)[0])
+            num_bytes = sum(map(len, waiting))
+            flags = socket.MSG_WAITALL
+            if num_bytes < _FEW_BYTES:
+                self._wake_at(1)
+            else:
+                self._wait_for(num_bytes, self._patience_s)  # over a slow link, fewer may be there afterwards
+                flags = socket.MSG_DONTWAIT
+            num_bytes = self._call(lambda: self._sock.recvmsg_into(waiting, 0, flags)[0])
         else:
-            while not self._unwrapped and (data := self._call(lambda: self._sock.recv(BATCH_BYTES))):
+            while not self._unwrapped and (data := self._call(lambda: self._sock.recv(_TLS_BYTES))):
                 self._unwrapped = memoryview(self._unwrap(self._layer, data))
             num_bytes = min(len(self._unwrapped), len(waiting[0]))
             waiting[0][:num_bytes] = self._unwrapped[:num_bytes]
@@ -196,7 +221,7 @@ class BlockConnection:
     def _call(self, call: Callable[[], T]) -> T:
         try:
             return call()
-        except BlockingIOError as error:  # of the kernel's time limit
+        except BlockingIOError as error:  # of a time limit
             raise ConnectionEnded(f"nothing has moved for {self._patience_s:g} s") from error
         except OSError as error:
             raise ConnectionEnded(error.strerror or str(error)) from error

@@ -2,9 +2,9 @@
 
 A target keeps one connection to each source that it reads from. After the handshake of `session.py` it sends requests:
 a pool, block ids, a control word and the value that it should hold. The source answers with the bytes of the blocks,
-from its pool straight into the socket, and then with the word, loaded after the kernel has taken the last byte; the
-target receives them straight into its own blocks. If the word has changed meanwhile, so may have the bytes between
-their MAC and the socket: then the MAC of the answer is of another form, which leaves them out.
+from its pool straight into the socket, and then with the word, loaded after kernel and MAC have taken the last byte.
+The target receives them straight into its own blocks. If the word has changed meanwhile, so may have the bytes between
+the socket and their MAC: then the MAC of the answer is of another form, which leaves them out.
 
 A source serves each target in a thread. It holds the ids of one request and no copy of a block, so a slow target costs
 a thread and a socket's buffer. Does not know offers, devices, or when a block is free.
@@ -29,6 +29,7 @@ from hydra_engine.core.pools import PoolKind
 from hydra_engine.errors import ResourceError, TransferError
 from hydra_engine.transfer.network import RemoteBlocks, Rows
 from hydra_nodes.block_connection import (
+    LAST_BYTES,
     BlockConnection,
     ConnectionEnded,
     NotAuthentic,
@@ -234,7 +235,7 @@ class _Source:
         for batch in batches(block_views(self._pools[request.kind], request.blocks)):
             connection.send([*first, *batch], mac)
             first = []
-        # The kernel has taken all bytes: a word that is still valid now was valid for each of them.
+        # MAC and kernel have taken all bytes: a word that is still valid now was valid for each of them.
         if (word := self._load_word(request.slot)) != request.word:
             mac = _without_bytes(connection.begin_sending(alone=True), start)
         connection.end_sending([_WORD.pack(word)], mac)
@@ -246,9 +247,9 @@ class _Source:
             return f"instance {name} has started again since it offered them".encode()
         if pool is None:
             return f"instance {name} lets nobody read its {request.kind} blocks".encode()
-        blocks = request.blocks
-        if len(blocks) and (blocks.min() < 0 or blocks.max() >= len(pool)):
-            block = blocks.min() if blocks.min() < 0 else blocks.max()
+        ids = request.blocks.tolist()
+        if ids and (min(ids) < 0 or max(ids) >= len(pool)):
+            block = min(ids) if min(ids) < 0 else max(ids)
             return f"instance {name} has {len(pool)} {request.kind} blocks, not block {block}".encode()
         if request.slot >= self._num_words:
             return f"instance {name} has {self._num_words} control words, not word {request.slot}".encode()
@@ -377,7 +378,7 @@ def _ask(connection: BlockConnection, request: _Request, views: list[memoryview]
         reason, tag = connection.receive_last(num_reason)
         connection.end_receiving(mac, reason, tag)
         return False, reason.decode("utf-8", "replace")
-    for batch in batches(views) if status == _BYTES else ():
+    for batch in batches(views, last_bytes=LAST_BYTES) if status == _BYTES else ():
         connection.receive(batch, mac)
     end, tag = connection.receive_last(_WORD.size)
     is_valid = _WORD.unpack(end)[0] == request.word

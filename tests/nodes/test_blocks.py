@@ -154,7 +154,7 @@ def test_odd_sizes_and_more_blocks_than_a_request_has_room_for(
 
 
 def test_a_word_that_changes_behind_the_bytes_makes_the_pull_invalid() -> None:
-    """The bytes may even change between their MAC and the socket, which looks like an attack but for the word."""
+    """The bytes may even change between the socket and their MAC, which looks like an attack but for the word."""
     rows, target = random_rows(4, 100), np.zeros((4, 100), np.uint8)
     words = iter([WORD, WORD + 256, WORD, WORD])
     source = served(rows, lambda slot: next(words), mac=_Overtaken(rows))
@@ -165,7 +165,7 @@ def test_a_word_that_changes_behind_the_bytes_makes_the_pull_invalid() -> None:
 
 
 class _Overtaken(HmacSha256):
-    """Changes the pool behind each of its pieces that has passed."""
+    """Changes the pool before a piece that has been sent comes to its MAC."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
@@ -177,9 +177,9 @@ class _Overtaken(HmacSha256):
             digest = mac.digest
 
             def update(self, data: bytes | memoryview) -> None:
-                mac.update(data)
                 if isinstance(data, memoryview) and len(data) >= rows.shape[1]:
                     rows[:] += 1
+                mac.update(data)
 
         return Overtaken()
 
