@@ -22,7 +22,7 @@ from bench.common import card, emit
 from hydra_engine.core.ids import ImageDigest, RequestId
 from hydra_engine.core.instances import Condition, Role
 from hydra_engine.core.messages import ToInstance
-from hydra_engine.core.reports import BudgetReport, Status, StepSpeeds
+from hydra_engine.core.reports import BudgetReport, Status, StepSpeeds, TransferReport
 from hydra_engine.core.request import ImageItem, Request, Slo
 from hydra_engine.core.sampling import SamplingParams
 from hydra_engine.frontend.request import Charge
@@ -47,7 +47,10 @@ def table(roles: list[str], seed: int) -> Instances:
         load.decode_tokens = load.decodes * random.randrange(200, 2000)
         counts: dict[str, Any] = dict.fromkeys(Status.__struct_fields__[:11], 0) | {"kv_blocks_total": 100}
         speeds = StepSpeeds({10: 0.04}, {4: 0.01, 6: 0.012}, {10: 0.02})
-        instances.on_status(name, Status(**counts, budget=BudgetReport(tpot_limit_s=0.04), speeds=speeds))
+        copies = TransferReport(kv_s=1.0, kv_tokens=200_000, pull_s=1.1, feature_tokens=100_000)
+        budget = BudgetReport(tpot_limit_s=0.04)
+        instances.on_status(name, Status(**counts, budget=budget, speeds=speeds, transfer=copies))
+        load.arriving_tokens = random.randrange(4096)
     return instances
 
 

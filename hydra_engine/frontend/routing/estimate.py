@@ -134,13 +134,15 @@ class Estimate:
         late_s, slow_s, step_s = joined
         pace, first_s = self.load.pace, self._pulls_s
         copy_s = pace.kv_token_s * tokens
-        if first_s < ready_s:
-            busy = first_s / ready_s
-            together_s = busy * (pace.chunk_s + copy_s) / (1 - busy)
-            first_s = min(first_s, max(together_s, pace.kv_token_s * self.load.arriving_tokens))
-        copy_s += first_s
-        late_s += max(0.0, copy_s + self._running_s + step_s - pace.limit_s)
-        return late_s, slow_s + copy_s, step_s
+        if first_s:
+            if first_s < ready_s:
+                busy, here_s = first_s / ready_s, pace.kv_token_s * self.load.arriving_tokens
+                together_s = busy * (pace.chunk_s + copy_s) / (1 - busy)
+                together_s = together_s if together_s > here_s else here_s
+                first_s = together_s if together_s < first_s else first_s
+            copy_s += first_s
+        over_s = copy_s + self._running_s + step_s - pace.limit_s
+        return late_s + over_s if over_s > 0.0 else late_s, slow_s + copy_s, step_s
 
     def _decode_s(self, more: int, tokens: int) -> tuple[float, float]:
         """Seconds of a step of the decodes there and `more` with `tokens` tokens, and in how many of those steps each

@@ -114,9 +114,6 @@ class _Ranking(Generic[_Cost]):
         self._least: tuple[_Cost, InstanceLoad] | None = min(entries, key=itemgetter(0), default=None)
         self._is_sorted = False
 
-    def __bool__(self) -> bool:
-        return self._least is not None
-
     def best_for(self, load: InstanceLoad) -> tuple[_Cost, InstanceLoad] | None:
         """The one with the least cost that is connected with this instance."""
         least = self._least
@@ -180,7 +177,8 @@ class Router:
         estimates = {name: current(load) for name, load in self._instances.items() if load.condition is ready}
         helpers, turns = _Helpers(estimates, able, request, patches), self._turns["P"]
         hits, ttft_s = self._hits(request), math.inf if request.slo.ttft_s is None else request.slo.ttft_s
-        prefills: list[tuple[float, bool, int]] = []
+        prefills: list[tuple[InstanceLoad, Estimate, float, bool, int]] = []
+        soonest_s = math.inf
         for load in able:
             estimate = estimates[load.name]
             todo, fresh = tokens, patches
@@ -188,17 +186,17 @@ class Router:
                 todo, fresh = max(tokens - hit.tokens, 1), patches - hit.patches
             first_s, remote = estimate.prefilled_s(todo, fresh), False
             encoders = helpers.encoders_apart if load.role._value_ & _E else helpers.encoders
-            if encoders and (best := encoders.best_for(load)) is not None:
+            if (best := encoders.best_for(load)) is not None:
                 encoded_s = best[0]
                 copied_s = encoded_s + load.pace.feature_s * features
                 behind_s = estimate.prefilled_behind_s(todo, copied_s)
                 remote = behind_s < first_s or not load.role._value_ & _E
                 first_s = behind_s if remote else first_s
-            prefills.append((first_s, remote, todo))
-        helpers.rank_decoders(min(prefills)[0])
+            soonest_s = first_s if first_s < soonest_s else soonest_s
+            prefills.append((load, estimate, first_s, remote, todo))
+        helpers.rank_decoders(soonest_s)
         least: tuple[bool, float, float, int] | None = None
-        for load, (first_s, remote, todo) in zip(able, prefills, strict=True):
-            estimate = estimates[load.name]
+        for load, estimate, first_s, remote, todo in prefills:
             (late_s, slow_s, _), decoder = helpers.decode(estimate)
             if first_s > ttft_s:
                 late_s += first_s - ttft_s
