@@ -113,7 +113,9 @@ def main() -> None:
             f"{taken.front_bytes / 2**20:.0f} MiB in the server's, {taken.instances_bytes / 2**20:.0f} in all others; "
             f"import {taken.import_s * 1e3:.0f} ms"
         )
-    emit({"bench": "ready", "results": {name: taken._asdict() for name, taken in medians.items()}, "card": card()})
+    rounds = {name: [one._asdict() for one in taken] for name, taken in starts.items()}
+    results = {name: taken._asdict() for name, taken in medians.items()}
+    emit({"bench": "ready", "results": results, "rounds": rounds, "card": card()})
 
 
 if __name__ == "__main__":
