@@ -168,12 +168,11 @@ class RayCluster:
             await asyncio.wait_for(self._group.ready(), PLACE_S)
         except TimeoutError as error:
             self._ray.util.remove_placement_group(self._group)
-            full = ", ".join(
-                [name for name in {node: None for node, _ in bundles} if not await self._fits(name, bundles)]
-            )
+            names = dict.fromkeys(node for node, _ in bundles)
+            full = [f"node {name}" for name in names if not await self._fits(name, bundles)]
             raise ResourceError(
-                f"what the topology needs is not free on node {full or 'any'}: others use its CPUs or GPUs, or it is "
-                "lost; `ray status` shows what is free",
+                f"what the topology needs is not free on {' and '.join(full) or 'its nodes'}: others use CPUs or GPUs "
+                "there, or Ray has lost it; `ray status` shows what is free",
                 param="topology",
             ) from error
 

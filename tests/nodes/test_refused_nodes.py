@@ -155,7 +155,7 @@ def test_cpus_that_others_use(refusal: Refusal, nodes: RayNodes) -> None:
     try:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
         refused = refusal("E@b:cpu+PD@a", limit_s=PLACE_S + 30.0)
-        assert_refused(refused, 4, "what the topology needs is not free on node b: others use its CPUs or GPUs")
+        assert_refused(refused, 4, "what the topology needs is not free on node b: others use CPUs or GPUs there")
     finally:
         holder.kill()
         holder.communicate()
