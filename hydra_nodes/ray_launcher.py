@@ -112,6 +112,7 @@ class RayCluster:
         self._clock = clock or MonotonicClock()
         self._ray: Any = None
         self._group: Any = None
+        self._head = ""  # address of Ray's head
         self._actors: list[Any] = []
 
     async def place(self, config: EngineConfig) -> tuple[tuple[str, str], Mapping[str, PlacedAgent]]:
@@ -160,6 +161,7 @@ class RayCluster:
             if isinstance(error, ConnectionError):
                 reason += f"; is its token another than the one of this node, in {find_token()}?"
             raise ConfigError(f"the Ray cluster cannot be joined: {reason}", param="ray_address") from error
+        self._head = str(self._ray.get_runtime_context().gcs_address)
 
     async def _reserve(self, bundles: Mapping[tuple[str, str], dict[str, float]]) -> None:
         """Raises ResourceError if the nodes have no room for the bundles."""
@@ -243,13 +245,28 @@ class RayCluster:
             return
         self._ray = None
         leaving = threading.Thread(target=self._leave, args=(ray,), name="ray", daemon=True)
-        leaving.start()
+        has_head = await self._reaches_head()
+        if has_head:
+            leaving.start()
         give_up_s = self._clock.now() + LEAVE_S
         while leaving.is_alive() and self._clock.now() < give_up_s:  # noqa: ASYNC110 - a thread has no event of this loop
             await asyncio.sleep(REAPING_S)
-        if leaving.is_alive():
+        if leaving.is_alive() or not has_head:
             logger.warning("Ray does not answer: it ends its agents once it finds that this server is gone")
             atexit.register(_exit_at_once)
+
+    async def _reaches_head(self) -> bool:
+        """True if Ray's head takes connections or was not joined. Without it, Ray aborts a process that leaves."""
+        host, _, port = self._head.rpartition(":")
+        if not port:
+            return True
+        try:
+            async with asyncio.timeout(REACH_S):
+                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        except (OSError, TimeoutError):
+            return False
+        writer.close()
+        return True
 
     def _leave(self, ray: Any) -> None:
         for actor in self._actors:

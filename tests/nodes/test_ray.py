@@ -235,38 +235,6 @@ def nodes(programs: Path) -> Iterator[RayNodes]:
         yield started
 
 
-class OtherHost:
-    """A network of its own, connected by a cable that can be cut: this end is 10.77.N.1, the other 10.77.N.2."""
-
-    def __init__(self) -> None:
-        number = os.getpid() % 250
-        self.name, self.cable = f"hydra{number}", f"hydra{number}v"
-        self.addresses = f"10.77.{number}.1", f"10.77.{number}.2"
-        self.within = ("ip", "netns", "exec", self.name)
-
-    def __enter__(self) -> OtherHost:
-        here, there = self.addresses
-        try:
-            ip("netns", "add", self.name)
-            ip("link", "add", self.cable, "type", "veth", "peer", "name", "eth0", "netns", self.name)
-        except (OSError, subprocess.CalledProcessError) as error:
-            self.__exit__()
-            pytest.skip(f"no networks can be made here: {error}")
-        ip("addr", "add", f"{here}/24", "dev", self.cable)
-        ip("link", "set", self.cable, "up")
-        ip("-n", self.name, "addr", "add", f"{there}/24", "dev", "eth0")
-        for device in ("eth0", "lo"):
-            ip("-n", self.name, "link", "set", device, "up")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        subprocess.run(["ip", "netns", "del", self.name], check=False, capture_output=True)
-
-
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
-
-
 def ask(server: Served, question: dict[str, Any]) -> tuple[int, str, float]:
     """Status, text or reason, and seconds."""
     messages = [{"role": "user", "content": content_of(question)}]
@@ -339,29 +307,3 @@ def test_two_nodes_answer_as_one_and_any_of_them_may_die(nodes: RayNodes) -> Non
     finally:
         server.end()
     assert server.process.returncode == 0 and not any(is_named(pid, "hydra_nodes") for pid in pids), "nothing stays"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(480)
-def test_a_node_that_is_cut_off_ends_its_instance_and_serves_again_when_it_is_back(programs: Path) -> None:
-    with OtherHost() as other, cluster(programs, other.addresses[0]) as nodes:
-        nodes.start("b", other.addresses[1], within=other.within)
-        options = ["--cluster", "ray", "--ray-address", nodes.address, "--topology", "E@b+PD@a"]
-        command = [str(programs / "python"), *COMMAND[1:], "--suspect-s", "2", "--fence-s", "6", "--recovery-s", "2"]
-        server = Served(*options, command=command, environment=nodes.environment)
-        try:
-            assert ask(server, PICTURES[0])[:2] == (200, PICTURES[0]["answer"])
-            first = process_of("e0", nodes)
-            ip("link", "set", other.cable, "down")
-            status, said, seconds = ask(server, PICTURES[1])
-            assert status == 503 and seconds < REFUSED_S, (status, said, seconds)
-            assert ask(server, TEXT)[:2] == (200, TEXT["answer"])
-            wait_until(lambda: not is_named(first, "hydra_nodes"), "who is cut off ends itself")
-            wait_until(lambda: instances(server)["e0"]["condition"] == "starting", "its end is known")
-            ip("link", "set", other.cable, "up")
-            wait_ready(server)
-            assert ask(server, PICTURES[1])[:2] == (200, PICTURES[1]["answer"])
-            assert server.get("/debug/ledger")["at_rest"]
-        finally:
-            server.end()
-        assert server.process.returncode == 0
