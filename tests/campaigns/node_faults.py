@@ -319,7 +319,7 @@ def run(programs: Path) -> dict[str, Any]:
         "clients": NUM_CLIENTS,
         "cases": [asdict(case) for case in campaign.cases],
         "problems": problems,
-        "card": card(),
+        "card": card() | {"command": "python -m bench.node_faults"},
     }
 
 
@@ -346,7 +346,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.programs is None:
         if obstacle := find_obstacle():
             parser.error(f"no hosts can be made here: {obstacle}")
-        again = [sys.executable, *sys.orig_argv[1:], "--programs", str(ray_environment.make())]
+        again = [sys.executable, "-m", "bench.node_faults", "--programs", str(ray_environment.make())]
+        again += sys.argv[1:] if argv is None else argv
         os.execvp(SANDBOX[0], [*SANDBOX, *again])
     document = run(options.programs)
     if options.json is not None:
