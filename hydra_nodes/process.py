@@ -109,7 +109,8 @@ def main(load: Callable[[], Callable[..., int]] = process.load_instance) -> int:
     fence_s = start.config.cluster.fence_s
     set_options(sock, fence_s)
     session.set_fence(fence_s)
-    links = LinkMaker(order.secret, msgspec.structs.replace(greeting, purpose=LINK), fence_s, make_layer)
+    suspect_s = start.config.cluster.suspect_s  # of a peer that the frontend still reaches: others serve meanwhile
+    links = LinkMaker(order.secret, msgspec.structs.replace(greeting, purpose=LINK), suspect_s, make_layer)
     return process.serve(start, end, control, run_instance, make_codec=links)
 
 

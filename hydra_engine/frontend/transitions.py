@@ -47,7 +47,7 @@ from hydra_engine.frontend.request import (
     PoisonGuard,
     RequestInFlight,
 )
-from hydra_engine.frontend.routing.instances import InstanceLoad, Instances, Send, missing_for_good
+from hydra_engine.frontend.routing.instances import InstanceLoad, Instances, Send, missing_for_good, prefillers
 from hydra_engine.frontend.routing.router import Router
 
 logger = logging.getLogger(__name__)
@@ -475,6 +475,10 @@ class Dispatcher:
             self._replay(in_flight, now)
             return
         lost = [job for job in attempt.jobs_between(broken.pair) if job.id in broken.jobs]
+        able = prefillers(self.instances.values(), images=True)
+        if lost and not isinstance(able, Role) and attempt.route.prefill not in {one.name for one in able}:
+            self._replay(in_flight, now)  # on one that still reaches an encoder
+            return
         for job in lost:
             self._drop_job(in_flight, job)
         self._encode_again(in_flight, lost, now)

@@ -288,6 +288,19 @@ def test_a_pair_goes_down_between_two_that_live() -> None:
     assert rig.dispatcher.requests[1].deaths == 0
 
 
+def test_who_prefills_cut_off_from_the_only_encoder_gives_its_request_to_another() -> None:
+    rig = Rig("E+2PD")
+    rig.submit(1, images=[16])
+    name = next(name for name in ("pd0", "pd1") if any(isinstance(m, Submit) for m in rig.take(name)))
+    other = {"pd0": "pd1", "pd1": "pd0"}[name]
+    rig.need(name, 1, 0)
+    rig.dispatcher.on_pair("e0", name, False, rig.now)
+    rig.wait(PAIR_GRACE_S)
+    assert rig.aborted(name) == [1]
+    assert rig.submitted(other).request.generated_token_ids == ()
+    assert rig.dispatcher.requests[1].deaths == 0
+
+
 # ---- nobody there
 
 
