@@ -476,7 +476,8 @@ class Dispatcher:
             return
         lost = [job for job in attempt.jobs_between(broken.pair) if job.id in broken.jobs]
         able = prefillers(self.instances.values(), images=True)
-        if lost and not isinstance(able, Role) and attempt.route.prefill not in {one.name for one in able}:
+        waits = lost or attempt.unserved  # for images: what was lost may have been withdrawn since
+        if waits and not isinstance(able, Role) and attempt.route.prefill not in {one.name for one in able}:
             self._replay(in_flight, now)  # on one that still reaches an encoder
             return
         for job in lost:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from hydra_engine.core.messages import Abort, Encode, Submit
 from hydra_engine.errors import RequestFailed, Unavailable
 from hydra_engine.frontend.routing.instances import missing_for_good
@@ -288,13 +290,17 @@ def test_a_pair_goes_down_between_two_that_live() -> None:
     assert rig.dispatcher.requests[1].deaths == 0
 
 
-def test_who_prefills_cut_off_from_the_only_encoder_gives_its_request_to_another() -> None:
+@pytest.mark.parametrize("withdrawn", [False, True])
+def test_who_prefills_cut_off_from_the_only_encoder_gives_its_request_to_another(withdrawn: bool) -> None:
     rig = Rig("E+2PD")
     rig.submit(1, images=[16])
     name = next(name for name in ("pd0", "pd1") if any(isinstance(m, Submit) for m in rig.take(name)))
     other = {"pd0": "pd1", "pd1": "pd0"}[name]
     rig.need(name, 1, 0)
+    job = rig.encode("e0")
     rig.dispatcher.on_pair("e0", name, False, rig.now)
+    if withdrawn:
+        rig.finish("e0", job.request.id, WITHDRAWN)
     rig.wait(PAIR_GRACE_S)
     assert rig.aborted(name) == [1]
     assert rig.submitted(other).request.generated_token_ids == ()
