@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydra_engine.core.plans import LanguageLoad, VisionLoad
-from hydra_engine.core.reports import BudgetReport
+from hydra_engine.core.reports import BudgetReport, StepSpeeds
 from hydra_engine.core.request import Slo
 from hydra_engine.core.state import ImageProgress, RequestState
 from hydra_engine.scheduler.budget import PendingWork, StepBudget
@@ -62,6 +62,9 @@ class Scripted:
 
     def predict(self, load: LanguageLoad) -> float | None:
         return 0.5 if load.num_decodes == 3 else None
+
+    def speeds(self) -> StepSpeeds:
+        return StepSpeeds()
 
     def on_language(self, load, budget, *, duration_s, gap_s, vision_s) -> None:
         self.told.append((load, budget, duration_s, gap_s, vision_s))
