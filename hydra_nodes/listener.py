@@ -40,6 +40,8 @@ class Listener:
         self._expected: dict[tuple[str, int], asyncio.Future[FrontendSocket]] = {}
         self._strangers: set[asyncio.Task[None]] = set()
         self._accepting = asyncio.create_task(self._accept(), name="listener")
+        # No sooner: until then the loop watches its number, and would take the next socket with it for this one.
+        self._accepting.add_done_callback(lambda _: self._sock.close())
 
     @classmethod
     async def open(
@@ -85,7 +87,6 @@ class Listener:
             task.cancel()
         for expected in list(self._expected.values()):
             expected.cancel()
-        self._sock.close()
 
     async def _accept(self) -> None:
         while True:

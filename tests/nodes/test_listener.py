@@ -120,6 +120,15 @@ async def test_who_is_expected_no_longer_is_closed(monkeypatch: pytest.MonkeyPat
             assert await asyncio.to_thread(sock.recv, 10) == b""
 
 
+async def test_a_connection_that_is_made_as_it_closes_is_no_other() -> None:
+    """The next socket has the number of one that is closed, which the loop still watches in that moment."""
+    async with listening() as other:
+        async with listening():
+            await asyncio.sleep(0)
+        _, writer = await asyncio.open_connection(*other.address)
+        writer.close()
+
+
 async def test_a_port_that_is_taken_is_refused_with_the_node() -> None:
     async with listening() as opened:
         with pytest.raises(ResourceError, match=r"node 'a' cannot listen for instances at 127\.0\.0\.1:\d+ \(Address"):

@@ -89,7 +89,7 @@ def test_a_video_is_attached_shown_sent_and_kept(served: Scripted, new_tab: Open
     tab.wait_for("document.querySelector('#zoom video')?.currentTime > 0.1")
     tab.page.keyboard.press("Escape")
     tab.page.get_by_role("dialog").wait_for(state="hidden")
-    assert tab.page.locator("video").count() == 0
+    tab.page.locator("video").wait_for(state="detached")
     tab.ask("And then?")
     tab.wait(".message.assistant >> nth=1")
     tab.answered()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -130,13 +131,12 @@ def test_parts_are_as_large_as_measured_copies_and_steps_make_it_worth_while(lin
 # ---- where a request decodes
 
 
-def first_gaps(long_answer: int = 80) -> list[float]:
-    """Seconds from the first to the second token of requests that queue for one prefill and two decoders with room for
-    three requests each. Every second answer is long."""
+def first_gaps(answers: Sequence[int]) -> list[float]:
+    """Seconds from the first to the second token of requests with answers of so many tokens that queue for one prefill
+    and two decoders with room for three requests each."""
     deployment = Deployment("P+2D", site(3, 1e9, max_num_seqs=3))
-    for number in range(12):
-        row = WorkloadRequest(at_s=0.0, prompt_tokens=200, output_tokens=3 if number % 2 else long_answer)
-        deployment.submit(row)
+    for output_tokens in answers:
+        deployment.submit(WorkloadRequest(at_s=0.0, prompt_tokens=200, output_tokens=output_tokens))
     records = deployment.run()  # raises where anything is held at the end
     assert all(record.error is None and record.num_tokens == record.wanted_tokens for record in records)
     return [record.gaps()[0] for record in records]
@@ -147,7 +147,8 @@ def test_a_decoder_that_is_chosen_when_prefill_begins_is_not_full_while_another_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The loads at arrival send all long answers to one of two, which cannot hold them at once."""
-    late = first_gaps()
+    answers = 6 * (80, 3)
+    late = first_gaps(answers)
     start = Dispatcher.start
 
     def start_bound(dispatcher: Dispatcher, in_flight: RequestInFlight, now: float) -> None:
@@ -156,15 +157,17 @@ def test_a_decoder_that_is_chosen_when_prefill_begins_is_not_full_while_another_
         dispatcher.choose_decoder(in_flight, now)
 
     monkeypatch.setitem(TRANSITIONS[Event.SUBMITTED], Phase.WAITING, (start_bound,))
-    early = first_gaps()
+    early = first_gaps(answers)
     assert sum(gap > 0.1 for gap in early) == 3 and sum(late) < 0.5 * sum(early)
 
 
 @pytest.mark.slow
 def test_what_has_waited_for_room_at_one_decoder_goes_to_another_that_has_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    again = first_gaps(400)
+    """Five long answers, three of them at one decoder: the other has room again, and that one has none for long."""
+    answers = (20, 3, 400, 400, 3, 400, 20, 3, 400, 3, 3, 400)
+    again = first_gaps(answers)
     monkeypatch.setattr(transitions, "PATIENCE_S", math.inf)
-    once = first_gaps(400)
+    once = first_gaps(answers)
     assert max(once) > 1.0 > 2 * max(again)
 
 
