@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hydra_engine.config import SchedulerConfig
@@ -233,6 +233,7 @@ loads = st.tuples(st.integers(0, 3000), st.integers(0, 3000), st.integers(0, 20)
 
 @settings(max_examples=examples(100), deadline=None)
 @given(st.lists(loads, min_size=2, max_size=6), st.floats(1.0, 1.2))
+@example([(0, 0, 0, 0), (0, 0, 1, 0)], 1.0)
 def test_equal_devices_are_not_preferred_for_what_they_report(
     counts: list[tuple[int, int, int, int]], noise: float
 ) -> None:

@@ -137,7 +137,7 @@ class Instances(dict[str, InstanceLoad]):
         statuses = {name: one.status for name, one in self.items() if one.status is not None}
         decodes = sum(one.decodes for one in self.values())
         if decodes:
-            self._context = sum(one.decode_tokens for one in self.values()) / decodes
+            self._context = max(sum(one.decode_tokens for one in self.values()) / decodes, 1.0)
         found = paces(statuses, self._context)
         fastest = min(found.values(), key=lambda pace: pace.prefill.each_s)
         for name, instance in self.items():
