@@ -162,18 +162,21 @@ def test_cpus_that_others_use(refusal: Refusal, nodes: RayNodes) -> None:
 
 
 def test_a_node_that_dies_while_its_instance_starts(refusal: Refusal, nodes: RayNodes) -> None:
-    """The last test: the node is gone."""
+    nodes.start("dying", "127.0.0.5")
 
     def kill() -> None:
         give_up_s = time.monotonic() + START_S
         while time.monotonic() < give_up_s:
-            if any(is_named(pid, "hydra_nodes.process") for pid in descendants(nodes.processes["b"].pid)):
-                nodes.kill_raylet("b")
+            if any(is_named(pid, "hydra_nodes.process") for pid in descendants(nodes.processes["dying"].pid)):
+                nodes.kill_raylet("dying")
                 return
             time.sleep(0.01)
 
     killing = threading.Thread(target=kill)
     killing.start()
-    refused = refusal("E@b:cpu+PD@a", limit_s=60.0)
-    killing.join()
-    assert_refused(refused, 1, "instance e0 on node b ")
+    try:
+        refused = refusal("E@dying:cpu+PD@a", limit_s=60.0)
+    finally:
+        killing.join()
+        nodes.end("dying")
+    assert_refused(refused, 1, "instance e0 on node dying ")
