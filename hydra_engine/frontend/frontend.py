@@ -55,6 +55,7 @@ from hydra_engine.telemetry.trace import Activity, LiveRequest, TraceRing
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1  # how often the frontend looks for requests that have waited too long
+EARLY_S = 2 * TICK_S  # deadlines that come within this have come, so that clients have been told by then
 LEDGER_S = 5.0  # limit for all instances to answer
 
 
@@ -197,10 +198,11 @@ class Frontend:
         self._end_preloaded()
 
     async def _tick(self) -> None:
+        early_s = min(EARLY_S, self.config.cluster.recovery_s / 2)
         while True:
             await asyncio.sleep(TICK_S)
             self._update_stand_ins()
-            self._dispatcher.tick(self._clock.now())
+            self._dispatcher.tick(self._clock.now(), early_s)
             self._stealing.tick(self._clock.now())
 
     def _stand_in(self) -> bool:

@@ -173,15 +173,16 @@ class Dispatcher:
         """Moves a request that decodes on one instance to instance `target`."""
         self._fire(Event.HANDED_OVER, in_flight, now, target)
 
-    def tick(self, now: float) -> None:
-        """Fires the events of time and of broken pairs. Call it a few times a second."""
+    def tick(self, now: float, early_s: float = 0.0) -> None:
+        """Fires the events of time and of broken pairs, and deadlines that come within `early_s`. Call it a few times a
+        second."""
         due = [broken for broken in self._broken if broken.due_s <= now]
         self._broken = [broken for broken in self._broken if broken.due_s > now]
         for broken in due:
             self._fire(Event.PAIR_LOST, broken.in_flight, now, broken)
         for in_flight in self._unsettled():
             self._fire(Event.TICK, in_flight, now)
-            if in_flight.deadline_s is not None and in_flight.deadline_s <= now:
+            if in_flight.deadline_s is not None and in_flight.deadline_s <= now + early_s:
                 self._fire(Event.DEADLINE, in_flight, now)
 
     # ---- events of the cluster

@@ -43,7 +43,7 @@ from tools import ray_environment
 TOPOLOGY = "E@b+PD@a+PD@c"
 HOSTS = ("a", "b", "c")
 PORT = 6379
-REFUSED_S = 6.5  # `--recovery-s`, and the own time of the frontend and of clients on busy cores
+REFUSED_S = 6.0  # `--recovery-s`, and a second for clients and a frontend that wait for busy cores
 FENCE_S = 10.0
 BEFORE_S, AFTER_S, HELD_S = 1.5, 2.0, 6.0  # of load around a fault, and of a fault that ends by itself
 READY_S = 90.0  # for the topology to be whole again
