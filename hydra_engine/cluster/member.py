@@ -19,7 +19,7 @@ from hydra_engine.config import EngineConfig
 from hydra_engine.core.instances import Condition, InstanceSpec, InstanceState, Role
 from hydra_engine.core.messages import WIRE_VERSION, Loading, ToFrontend
 from hydra_engine.core.processes.status import ProcessStatus
-from hydra_engine.core.reports import InstanceSummary, Status
+from hydra_engine.core.reports import BlockFormat, InstanceSummary, Status
 from hydra_engine.errors import HydraError
 
 
@@ -185,6 +185,7 @@ class Member:
         self.start_due_s: float | None = None
         self.start_due_if_needed_s = 0.0
         self.ready_s: float | None = None
+        self.format: BlockFormat | None = None
         self.summary: InstanceSummary | None = None
         self.status: Status | None = None
         self.restarts = Restarts(pace)
@@ -204,7 +205,7 @@ class Member:
         self.incarnation = incarnation
         self.condition = Condition.STARTING
         self.start_due_s = self.ready_s = None
-        self.exiting = self.failure = self.summary = self.status = None
+        self.exiting = self.failure = self.format = self.summary = self.status = None
         self.silence = Silence(self.config.cluster.suspect_s, self.config.cluster.fence_s)
         self.start_progress = StartProgress(self.config.cluster.fence_s, now)
         letters = self.loaded.letters
@@ -262,7 +263,7 @@ class ClusterListener(Protocol):
     def on_progress(self, name: str, loading: Loading) -> None: ...
 
     def on_messages(self, name: str, messages: list[ToFrontend]) -> None:
-        """Messages of the live incarnation, but for Loading, Ready, Failed and PeerState."""
+        """Messages of the live incarnation, but for those about its start and PeerState."""
         ...
 
     def on_up(self, link: InstanceLink) -> None:

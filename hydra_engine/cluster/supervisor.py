@@ -24,9 +24,19 @@ from hydra_engine.cluster.pairs import Names, Pairs
 from hydra_engine.cluster.spawn import COMMAND
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.instances import Condition, InstanceState, Role
-from hydra_engine.core.messages import WIRE_VERSION, Failed, Loading, PeerState, Ready, SetRole, Shutdown, ToFrontend
+from hydra_engine.core.messages import (
+    WIRE_VERSION,
+    Failed,
+    Loading,
+    PeerState,
+    Ready,
+    SetRole,
+    Shutdown,
+    StartMessage,
+    ToFrontend,
+)
 from hydra_engine.core.processes.preloaded import Preloaded
-from hydra_engine.core.reports import InstanceSummary, Status
+from hydra_engine.core.reports import BlockFormat, Status
 from hydra_engine.errors import ConfigError, EngineClosed, HydraError, ResourceError, TransferError, from_info
 
 logger = logging.getLogger(__name__)
@@ -172,7 +182,7 @@ class Supervisor:
             self._listener.on_silent(member.name, None)
         rest: list[ToFrontend] = []
         for message in messages:
-            if isinstance(message, Loading | Ready | Failed | PeerState):
+            if isinstance(message, StartMessage | PeerState):
                 if rest:
                     self._listener.on_messages(member.name, rest)
                     rest = []
@@ -184,7 +194,7 @@ class Supervisor:
         if rest:
             self._listener.on_messages(member.name, rest)
 
-    def _handle(self, member: Member, child: Child, message: Loading | Ready | Failed | PeerState, now: float) -> None:
+    def _handle(self, member: Member, child: Child, message: StartMessage | PeerState, now: float) -> None:
         match message:
             case Loading():
                 self._listener.on_progress(member.name, message)
@@ -194,9 +204,11 @@ class Supervisor:
                     ConfigError(f"the instance speaks wire version {message.version}, the frontend {WIRE_VERSION}"),
                 )
                 child.kill()
-            case Ready() if problem := self._find_difference(member, message.summary):
-                self._on_failed(member, ConfigError(problem))
-                child.kill()
+            case BlockFormat():
+                member.format = message
+                if problem := self._find_difference(member, message):
+                    self._on_failed(member, ConfigError(problem))
+                    child.kill()
             case Ready():
                 self._on_ready(member, child, message, now)
             case Failed():
@@ -204,14 +216,15 @@ class Supervisor:
             case PeerState():
                 self._on_peer_state(member, message, now)
 
-    def _find_difference(self, member: Member, summary: InstanceSummary) -> str:
-        """Returns why an instance cannot exchange blocks with one that is ready on another node, "" if it can."""
-        others = [other for other in self._members.values() if other.summary is not None and other.node != member.node]
-        for other, fact in itertools.product(others, ("dtype", "kv_block_size", "image_block_size")):
-            here, there = getattr(summary, fact), getattr(other.summary, fact)
-            if here != there:
-                advice = "; give a --dtype that each can compute, such as float32" if fact == "dtype" else ""
-                return f"{fact} {here} differs from {there} of instance {other.label}{advice}"
+    def _find_difference(self, member: Member, ours: BlockFormat) -> str:
+        """Returns why an instance cannot exchange blocks with one on another node, "" if it can."""
+        for other in self._members.values():
+            if (theirs := other.format) is None or theirs == ours or other.node == member.node:
+                continue
+            fact = next(name for name in ours.__struct_fields__ if getattr(ours, name) != getattr(theirs, name))
+            here, there = getattr(ours, fact), getattr(theirs, fact)
+            advice = "; give a --dtype that each can compute, such as float32" if fact == "dtype" else ""
+            return f"{fact} {here} differs from {there} of instance {other.label}{advice}"
         return ""
 
     def _on_ready(self, member: Member, child: Child, message: Ready, now: float) -> None:

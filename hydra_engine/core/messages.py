@@ -11,12 +11,12 @@ import msgspec
 
 from hydra_engine.core.ids import ImageDigest, RequestId
 from hydra_engine.core.outputs import StageSpan
-from hydra_engine.core.reports import InstanceSummary, LedgerReport, Status
+from hydra_engine.core.reports import BlockFormat, InstanceSummary, LedgerReport, Status
 from hydra_engine.core.request import Request
 from hydra_engine.core.results import TokenLogprobs
 from hydra_engine.errors import ErrorInfo
 
-WIRE_VERSION = 9
+WIRE_VERSION = 10
 
 
 # ---- pixels of an image span, from the preprocessor to a vision lane
@@ -131,8 +131,7 @@ ToInstance = Submit | Encode | Abort | HandOver | SetRole | ResetCaches | QueryL
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
-    """Progress of the start: `done` of `total` bytes of weights, warm-up steps, captured graphs or measurements.
-    `what`: which of them, for a reader."""
+    """Progress of the start: `done` of `total` of what `what` says to a reader, such as bytes of weights."""
 
     what: str
     done: int
@@ -231,4 +230,5 @@ RequestMessage = Tokens | Delta | PromptScores | Finished
 """Messages of a scheduler about requests. Each accepted request ends in one Finished. The messages of one step's result
 come in this order: prompt scores, tokens, then the Finished of requests that have ended."""
 
-ToFrontend = RequestMessage | NeedImages | NeedDecoder | Loading | Ready | PeerState | Status | LedgerReport | Failed
+StartMessage = Loading | BlockFormat | Ready | Failed
+ToFrontend = RequestMessage | NeedImages | NeedDecoder | StartMessage | PeerState | Status | LedgerReport

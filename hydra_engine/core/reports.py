@@ -31,6 +31,15 @@ class LimitSummary(msgspec.Struct, frozen=True):
     warnings: tuple[str, ...] = ()  # limits that cannot be kept here, each with the best possible latency
 
 
+class BlockFormat(msgspec.Struct, frozen=True, tag=True):
+    """Reports what the blocks of the instance will hold, before its weights are read: instances on different nodes need
+    the same to exchange blocks. Sizes in tokens, and in rows of features."""
+
+    dtype: str
+    kv_block_size: int
+    image_block_size: int
+
+
 class InstanceSummary(msgspec.Struct, frozen=True):
     """The facts about an instance that the start-up summary shows."""
 

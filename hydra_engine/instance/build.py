@@ -53,7 +53,16 @@ def run_instance(
     began, progress = time.monotonic(), _Progress(outbox).report
     with torch.inference_mode():
         try:
-            stack = build_worker(config, wake, progress, context, worker_class, make_gate, clock)
+            stack = build_worker(
+                config,
+                wake,
+                progress,
+                context,
+                worker_class,
+                make_gate,
+                clock,
+                lambda found: outbox.send([found]),
+            )
             hooks = make_hooks(stack, wake, progress, connect, network)
             instance = Instance(
                 scheduler=_make_scheduler(name, stack, hooks, scheduler_class),

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from hydra_engine.backend.base import Backend, PagedCache
+from hydra_engine.backend.base import Backend, PagedCache, StateCache
 from hydra_engine.backend.cuda.attention_choice import AUTO, FLASHINFER, TRITON, Heads, Shapes, Tower, resolve_attention
 from hydra_engine.backend.cuda.lanes import priority_note
 from hydra_engine.backend.device import Device
@@ -34,6 +34,7 @@ from hydra_engine.backend.select import (
 from hydra_engine.clock import MonotonicClock, SharedClock
 from hydra_engine.config import EngineConfig, SchedulerConfig
 from hydra_engine.core.instances import Role
+from hydra_engine.core.reports import BlockFormat
 from hydra_engine.errors import ConfigError, ResourceError
 from hydra_engine.instance.ports import ALONE, InstanceContext
 from hydra_engine.models.build import check_layers, load_model
@@ -81,39 +82,24 @@ def build_worker(
     worker_class: type[Worker] = Worker,
     make_gate: Callable[[Device, SchedulerConfig], Gate] | None = None,
     clock: SharedClock = THIS_MACHINE,
+    announce: Callable[[BlockFormat], None] | None = None,
 ) -> ComputeStack:
     """Loads the model, allocates the caches, warms up and captures graphs. Call it in inference mode; close the worker,
-    which sets `wake` at results. Raises HydraError: setting, checkpoint, memory, a device that cannot run it."""
+    which sets `wake` at results. `announce`: is called before the weights are read. Raises HydraError: setting,
+    checkpoint, memory, a device that cannot run it."""
     spec = load_spec(config.model_path, config.spec_options)
     chosen = resolve_device(config.device, config.backend)
     spec = spec.held_on(chosen.name)
     dtype, dtype_reason = resolve_dtype(config.dtype, spec.dtype, config.backend, chosen.name)
     deterministic, deterministic_note = resolve_deterministic(config.deterministic, chosen.name)
     _check_kv_dtype(config, spec, dtype, chosen.name)
+    if announce is not None:
+        name, sizes = str(dtype).removeprefix("torch."), config.cache
+        announce(BlockFormat(name, sizes.block_size, sizes.image_block_size))
     decided = replace(config, deterministic=deterministic, sm_split=resolve_sm_split(config.sm_split, chosen.num_sms))
     backend, sharing_notes = _backend(decided, spec, context.role, chosen, dtype)
     resolved, plan, model = _load_and_size(decided, spec, backend, context, partial(progress, "weights"))
-    share = backend.device.share if context.has_peers else None
-    on = backend.device.torch_device
-    with _memory_for("the caches"):
-        kv_cache = allocate_kv_cache(
-            spec,
-            plan,
-            resolved.cache.block_size,
-            dtype,
-            quantized=resolved.cache.kv_cache_dtype == "int8",
-            device=on,
-            share=share if Role.P in context.role else None,
-        )
-        image_cache = allocate_image_cache(
-            spec,
-            plan,
-            resolved.cache.image_block_size,
-            dtype,
-            device=on,
-            share=share if context.role.needs_vision else None,
-        )
-        states = allocate_states(spec, plan, dtype, device=on)
+    kv_cache, image_cache, states = _allocate_caches(resolved, spec, plan, backend, context)
     worker = worker_class(
         model=model,
         backend=backend,
@@ -133,6 +119,33 @@ def build_worker(
     of_device = (deterministic_note, *sharing_notes, _turns(chosen, context))
     notes = (dtype_reason, *filter(None, of_device), *backend.notes, *model.notes, *worker.notes, *plan.reasons)
     return ComputeStack(resolved, context, spec, backend, model, plan, kv_cache, image_cache, worker, clock, notes)
+
+
+def _allocate_caches(
+    config: EngineConfig, spec: ModelSpec, plan: CachePlan, backend: Backend, context: InstanceContext
+) -> tuple[PagedCache, PagedCache | None, StateCache | None]:
+    """Returns the caches of KV, of features and of states."""
+    share = backend.device.share if context.has_peers else None
+    on, dtype = backend.device.torch_device, backend.dtype
+    with _memory_for("the caches"):
+        kv_cache = allocate_kv_cache(
+            spec,
+            plan,
+            config.cache.block_size,
+            dtype,
+            quantized=config.cache.kv_cache_dtype == "int8",
+            device=on,
+            share=share if Role.P in context.role else None,
+        )
+        image_cache = allocate_image_cache(
+            spec,
+            plan,
+            config.cache.image_block_size,
+            dtype,
+            device=on,
+            share=share if context.role.needs_vision else None,
+        )
+        return kv_cache, image_cache, allocate_states(spec, plan, dtype, device=on)
 
 
 def _turns(chosen: ChosenDevice, context: InstanceContext) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from hydra_engine.cluster.member import InstanceLink
 from hydra_engine.cluster.supervisor import Supervisor
-from hydra_engine.core.messages import Failed, Loading, PeerState, Ready, ToFrontend
+from hydra_engine.core.messages import Loading, PeerState, StartMessage, ToFrontend
 from hydra_engine.core.reports import Status
 
 
@@ -31,7 +31,7 @@ class Recorder:
 
     def on_messages(self, name: str, messages: list[ToFrontend]) -> None:
         assert name in self.links, "messages of an instance that is not up"
-        assert messages and not any(isinstance(m, Loading | Ready | Failed | PeerState) for m in messages)
+        assert messages and not any(isinstance(m, StartMessage | PeerState) for m in messages)
         self.messages.setdefault(name, []).extend(m for m in messages if not isinstance(m, Status))
 
     def on_up(self, link: InstanceLink) -> None:

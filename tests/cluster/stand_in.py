@@ -2,8 +2,8 @@
 
 Started like a real one with `python -m tests.cluster.stand_in`. The environment says how it starts, in a variable
 STAND_IN_<NAME>: "fail" (a ConfigError), "exit" (code 3, without a word), "hang" (sleeps before it is ready), "deaf"
-(ignores Shutdown), "slow" (computes before it ends), "float32" (its dtype). SetFault says what it does later: "exit"
-(code 7), "leave" (code 0), "offer" and "garble" (argument: the peer).
+(ignores Shutdown), "slow" (computes before it ends), "float32" (its dtype; then as "hang"). SetFault says what it
+does later: "exit" (code 7), "leave" (code 0), "offer" and "garble" (argument: the peer).
 """
 
 from __future__ import annotations
@@ -17,9 +17,18 @@ from hydra_engine.cluster.peers import PeerSockets
 from hydra_engine.cluster.process import ConnectPeers, RunInstance, main
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.ids import RequestId
-from hydra_engine.core.messages import WIRE_VERSION, Failed, Loading, NeedImages, PeerState, Ready, SetRole, Shutdown
+from hydra_engine.core.messages import (
+    WIRE_VERSION,
+    Failed,
+    Loading,
+    NeedImages,
+    PeerState,
+    Ready,
+    SetRole,
+    Shutdown,
+)
 from hydra_engine.core.pools import Exports
-from hydra_engine.core.reports import InstanceSummary, LedgerReport, Status
+from hydra_engine.core.reports import BlockFormat, InstanceSummary, LedgerReport, Status
 from hydra_engine.errors import ConfigError
 from hydra_engine.instance.ports import FromPeer, Inbox, InstanceContext, Outbox, PeerDown, PeerUp
 from hydra_engine.transfer.messages import Offer
@@ -45,8 +54,6 @@ def offer(sequence: int) -> Offer:
 def summary(name: str, context: InstanceContext) -> InstanceSummary:
     zeros = {f: 0 for f in InstanceSummary.__struct_fields__ if InstanceSummary.__annotations__[f] in ("int", "float")}
     texts = dict.fromkeys(("model", "family", "device", "dtype", "backend"), "none")
-    if os.environ.get(f"STAND_IN_{name.upper()}") == "float32":
-        texts["dtype"] = "float32"
     values = {**zeros, **texts, "name": name, "role": context.role.letters, "incarnation": context.incarnation}
     return InstanceSummary(**values, deterministic=True)
 
@@ -114,15 +121,17 @@ def run_instance(
     connect: ConnectPeers | None,
     network: BlockNetwork | None = None,
 ) -> int:
-    outbox.send([Loading("weights", 1, 2)])
-    match os.environ.get(f"STAND_IN_{name.upper()}"):
+    manner = os.environ.get(f"STAND_IN_{name.upper()}")
+    dtype = "float32" if manner == "float32" else "none"
+    outbox.send([BlockFormat(dtype, 0, 0), Loading("weights", 1, 2)])
+    match manner:
         case "fail":
             error = ConfigError("the model is made of paper", param="model")
             outbox.send([Failed(error.info(), error.exit_code)])
             return error.exit_code
         case "exit":
             return 3
-        case "hang":
+        case "hang" | "float32":
             time.sleep(600)
     peers = connect(*exports()) if connect is not None else None
     assert peers is None or isinstance(peers, PeerSockets)

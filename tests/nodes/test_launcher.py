@@ -187,7 +187,7 @@ async def test_an_instance_that_does_not_agree_is_refused_by_a_sentence_that_nam
     wait_until(lambda: nodes.freed, "nothing stays")
 
 
-async def test_an_instance_of_another_dtype_is_refused_by_a_sentence_that_names_both_nodes(
+async def test_an_instance_of_another_dtype_is_refused_before_it_reads_its_weights(
     make: Make, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STAND_IN_E0", "float32")

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,10 +23,13 @@ from hydra_engine.backend.select import create_backend
 from hydra_engine.cli.summary import start_lines
 from hydra_engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from hydra_engine.core.instances import EPD, Role
+from hydra_engine.core.messages import Failed, ToFrontend
+from hydra_engine.core.reports import BlockFormat
 from hydra_engine.core.units import GIB
 from hydra_engine.errors import ConfigError, ResourceError
 from hydra_engine.instance import compute_stack
-from hydra_engine.instance.compute_stack import build_worker
+from hydra_engine.instance.build import run_instance
+from hydra_engine.instance.ports import Inbox, Outbox
 from hydra_engine.models.build import load_model
 from hydra_engine.models.specs.base import ItemPlan, MediaPlan, View
 from hydra_engine.models.specs.registry import load_spec
@@ -422,14 +426,15 @@ def test_a_device_without_memory_for_the_weights_asks_for_fewer_bits(
 
     make_tiny("llava", tmp_path, seed=1)
     monkeypatch.setattr(compute_stack, "load_model", refuse)
-    with pytest.raises(ResourceError) as raised:
-        build_worker(
-            EngineConfig(model=str(tmp_path), dtype="float32", quantization=quantization),
-            threading.Event(),
-            lambda *_: None,
-        )
+    config = EngineConfig(model=str(tmp_path), dtype="float32", quantization=quantization)
+    sent: list[ToFrontend] = []
+    outbox = cast("Outbox", SimpleNamespace(send=sent.extend))
+    code = run_instance(config, "epd0", cast("Inbox", None), outbox, threading.Event())
+    announced, failed = sent
+    assert announced == BlockFormat("float32", 16, 64), "known before the weights are read"
     start = "the device has no memory for the weights; free memory there, "
-    assert raised.value.message == f"{start}{change} put fewer instances on it"
+    assert isinstance(failed, Failed) and failed.exit_code == code == ResourceError.exit_code
+    assert failed.error.message == f"{start}{change} put fewer instances on it"
 
 
 def test_a_system_that_gives_no_memory_for_the_caches_refuses_to_start(
