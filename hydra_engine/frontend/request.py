@@ -284,6 +284,11 @@ class Charge:
         self.decode_tokens += num_tokens
         self.instance.decode_tokens += num_tokens
 
+    def leave(self) -> None:
+        """Records that its KV has been computed elsewhere and is being copied."""
+        self.arriving_tokens = self.decode_tokens
+        self.instance.arriving_tokens += self.arriving_tokens
+
     def arrive(self) -> None:
         """Records that its KV has been copied. No-op if it was already."""
         self.instance.arriving_tokens -= self.arriving_tokens
@@ -388,14 +393,17 @@ class Attempt:
         return [job for job in self.jobs.values() if {job.name, self.route.prefill} == pair]
 
     def release_prefill(self) -> None:
-        """Releases the charges of the prompt and its images, which are computed."""
+        """Releases the charges of the prompt and its images, which are computed. Its KV is on its way from now on."""
         for charge in (self.prefill_charge, *(job.charge for job in self.jobs.values())):
             charge.release()
+        if self.decoder and not self.decoder_ready:
+            self.decode_charge.leave()
 
     def decode_at(self, instance: InstanceLoad, num_tokens: int, *, ready: bool) -> None:
         """Makes `instance` the decoder, with `num_tokens` in its KV; if not `ready`, it pulls the KV first."""
         self.decode_charge.release()
-        self.decode_charge = Charge(instance, decode_tokens=num_tokens, arriving_tokens=0 if ready else num_tokens)
+        coming = num_tokens if self.prefilled_s and not ready else 0
+        self.decode_charge = Charge(instance, decode_tokens=num_tokens, arriving_tokens=coming)
         self.decoder, self.decoder_ready = instance.name, ready
 
 

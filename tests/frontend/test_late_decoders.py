@@ -40,13 +40,13 @@ def test_a_request_decodes_where_there_is_room_when_its_prefill_begins() -> None
     assert (submit.stages, submit.source, submit.request) == ("D", "p0", request)
     assert rig.take("p0") == [HandOver(1, "d1")] and not rig.take("d0")
     decoder = rig.dispatcher.instances["d1"]
-    assert (decoder.decodes, decoder.decode_tokens, decoder.arriving_tokens) == (1, 5008, 8)
+    assert (decoder.decodes, decoder.decode_tokens, decoder.arriving_tokens) == (1, 5008, 0), "nothing to copy yet"
     ask(rig)  # it gave way and started again before it had heard
     assert not rig.take("d0") and not rig.take("d1") and not rig.take("p0")
     rig.dispatcher.instances["d1"].decode_tokens -= 5000
     rig.speak("p0", request, 0)
-    rig.finish("p0", 1, MOVED, 1)
     assert decoder.arriving_tokens == 8
+    rig.finish("p0", 1, MOVED, 1)
     rig.speak("d1", request, 1)
     assert decoder.arriving_tokens == 0, "its KV is there"
     rig.speak("d1", request, 2, 3)

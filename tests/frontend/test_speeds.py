@@ -20,7 +20,7 @@ from hydra_engine.scheduler.latency.latency_budget import LatencyBudgets
 from hydra_engine.scheduler.step_stats import SpeedMeter
 from tests.examples import examples
 from tests.frontend.rig import make_request
-from tests.frontend.test_router import status, table
+from tests.frontend.test_router import routed, status, table
 from tests.scheduler.surface import make_surface
 
 factors = st.floats(1.0, 10.0)
@@ -208,6 +208,41 @@ def test_a_decode_waits_for_the_copies_that_come_first_as_far_as_they_are_not_do
     decoder.expected_tokens, decoder.arriving_tokens = 5000, 5000
     assert copied_s(1.0) == pytest.approx(0.06), "those that come now may come together with it"
     assert Estimate(decoder).arrive(1000, (0.0, 0.0, 0.01))[1] == pytest.approx(0.06), "expected ones come later"
+
+
+def test_a_decode_that_comes_waits_for_prompts_and_copies_that_are_not_done_by_then() -> None:
+    decoder = table("P+PD")["pd0"]
+    decoder.pace = Pace(Line(0.0, 1e-4), Line(0.01, 0.0), kv_token_s=1e-5, limit_s=0.1)
+
+    def late_s(ready_s: float) -> float:
+        return Estimate(decoder).arrive(5000, (0.0, 0.0, 0.01), ready_s)[0]
+
+    assert late_s(0.0) == late_s(0.3) == 0.0
+    decoder.prefill_tokens = 3000
+    assert late_s(0.1) == pytest.approx(0.01), "its copy, half of a step with prompts, its own step"
+    assert late_s(0.3) == 0.0, "the prompts are computed"
+    decoder.prefill_tokens, decoder.arriving_tokens = 3000, 5000
+    assert late_s(0.1) == pytest.approx(0.01), "what has been copied since waits for the same step"
+    decoder.arriving_tokens = 7000
+    assert late_s(0.1) == pytest.approx(0.03)
+
+
+def test_no_decode_stays_beside_prompts_that_keep_coming_to_the_only_one_that_prefills() -> None:
+    instances = table("PD+D")
+    prefiller, decoder = instances["pd0"], instances["d0"]
+    for one in (prefiller, decoder):
+        one.pace = Pace(Line(0.0, 1e-4), Line(0.01, 0.0))
+    prefiller.decodes, decoder.decodes = 1, 6
+    request = make_request(1, prompt=500)
+
+    def stays() -> bool:
+        return not routed(instances, request).moves
+
+    assert stays()
+    prefiller.prefill_tokens = 5000
+    assert not stays()
+    prefiller.later_decodes, decoder.later_decodes = 1, 6
+    assert stays(), "no decode runs: the prompts have come at once, and no others will"
 
 
 def test_pictures_leave_a_slow_instance_where_another_is_done_sooner() -> None:

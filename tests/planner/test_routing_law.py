@@ -95,13 +95,13 @@ def drawn(seed: int) -> Case:
     )
 
 
-# What the law does not hold for yet, of the kinds that docs/topologies.md names.
-EXCEPTIONS = (36, 47, 61)
-_NOT_YET = pytest.mark.xfail(strict=True, reason="what a prompt takes from prompts and encodes to come is not counted")
+# Draws that the law did not hold for at first (docs/topologies.md), and the one that it does not hold for yet.
+HARD, EXCEPTION = (36, 47, 57, 81), 61
+_NOT_YET = pytest.mark.xfail(strict=True, reason="what a prompt takes from encodes and decodes to come is not counted")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [*range(20), *(pytest.param(seed, marks=_NOT_YET) for seed in EXCEPTIONS)])
+@pytest.mark.parametrize("seed", [*range(20), *HARD, pytest.param(EXCEPTION, marks=_NOT_YET)])
 def test_a_stage_more_costs_no_goodput(seed: int) -> None:
     case = drawn(seed)
     rate = KEPT * case.goodput()

@@ -46,6 +46,7 @@ class Estimate:
     instances too, as a choice does that takes effect behind them."""
 
     __slots__ = (
+        "_arriving_s",
         "_base_s",
         "_count",
         "_each_s",
@@ -79,8 +80,6 @@ class Estimate:
             self._held += load.expected_tokens
             later += load.expected_decodes
         self.full = status is not None and status.kv_used >= NEARLY_FULL
-        # Seconds of the copies that come first.
-        self._pulls_s = pace.kv_token_s * (load.arriving_tokens + (load.expected_tokens if ahead else 0))
         if not ahead:
             self.full = load.nearly_full or self._room(self._count + 1, self._held) < 1.0
         # Seconds by which each token of a prompt delays the decodes there in all; none within a TPOT limit.
@@ -93,6 +92,10 @@ class Estimate:
                 self._share += 0.5 * (1 - self._share) * later / self._count
         # Half of the step that runs.
         self._running_s = 0.5 * min(self._step_s + self._prompts_s, pace.limit_s)
+        # Seconds of the copies that come first. Some of those that arrive wait for the step that runs or for their own.
+        arriving_s = pace.kv_token_s * load.arriving_tokens - self._running_s - self._step_s
+        self._arriving_s = arriving_s if arriving_s > 0.0 else 0.0
+        self._pulls_s = self._arriving_s + (pace.kv_token_s * load.expected_tokens if ahead else 0.0)
 
     def encoded_s(self, patches: int) -> float:
         """Seconds until the instance would have encoded `patches` more."""
@@ -114,17 +117,27 @@ class Estimate:
         behind_s = features_s + (self._base_s + self._each_s * tokens) / self._share
         return behind_s if behind_s > queue_s else queue_s
 
-    def join(self, tokens: int, left: int) -> Decode:
-        """Cost of a decode of `left` tokens if it joins those there with `tokens` tokens."""
-        before_s, count, limit_s = self._step_s, self._count, self.load.pace.limit_s
+    def join(self, tokens: int, left: int, running: int = 0) -> Decode:
+        """Cost of a decode of `left` tokens if it joins those there with `tokens` tokens. In its time about as many
+        prompts will come as decodes are `running` on all instances; as many as wait now will take turns with it."""
+        load, before_s, count = self.load, self._step_s, self._count
+        limit_s = load.pace.limit_s
         after_s, turns = self._decode_s(1, tokens)
-        own_s = turns * after_s
-        late_s, slow_s = 0.0, left * (own_s + count * (after_s - before_s))
+        own_s, more_s = turns * after_s, after_s - before_s
+        late_s, slow_s = 0.0, left * (own_s + count * more_s)
+        if load.prefill_tokens:
+            waiting = load.prefill_tokens / tokens
+            if waiting > running:
+                waiting = running
+            beside_s, chunk_s = waiting * after_s, load.pace.chunk_s
+            if beside_s > chunk_s:
+                beside_s = chunk_s
+            if beside_s > limit_s - after_s:
+                beside_s = limit_s - after_s if limit_s > after_s else 0.0
+            slow_s += left * (turns * beside_s + waiting * more_s)
         if own_s > limit_s:
             others_s = max(0.0, after_s - limit_s) - max(0.0, before_s - limit_s)
             late_s = left * (own_s - limit_s + count * others_s)
-        if waits_s := self._prompts_s + self._pictures_s:
-            slow_s += waits_s / self._left(after_s) - waits_s / self._share
         return late_s, slow_s, after_s
 
     def arrive(self, tokens: int, joined: Decode, ready_s: float = 0.0) -> Decode:
@@ -136,12 +149,17 @@ class Estimate:
         copy_s = pace.kv_token_s * tokens
         if first_s:
             if first_s < ready_s:
-                busy, here_s = first_s / ready_s, pace.kv_token_s * self.load.arriving_tokens
+                busy, here_s = first_s / ready_s, self._arriving_s
                 together_s = busy * (pace.chunk_s + copy_s) / (1 - busy)
                 together_s = together_s if together_s > here_s else here_s
                 first_s = together_s if together_s < first_s else first_s
             copy_s += first_s
-        over_s = copy_s + self._running_s + step_s - pace.limit_s
+        running_s = self._running_s
+        if ready_s and self._prompts_s:  # by then some of the prompts are computed
+            prompts_s = self._prompts_s - ready_s * self._share
+            step_here_s = self._step_s + prompts_s if prompts_s > 0.0 else self._step_s
+            running_s = 0.5 * (step_here_s if step_here_s < pace.limit_s else pace.limit_s)
+        over_s = copy_s + running_s + step_s - pace.limit_s
         return late_s + over_s if over_s > 0.0 else late_s, slow_s + copy_s, step_s
 
     def _decode_s(self, more: int, tokens: int) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from operator import itemgetter
@@ -78,13 +78,14 @@ class _Helpers:
         encoders = [(estimates[load.name].encoded_s(part), load) for load in encode]
         self.encoders = _Ranking(encoders)
         self.encoders_apart = _Ranking([entry for entry in encoders if not entry[1].role._value_ & _P])
+        self._running = _running(ready)
 
     def rank_decoders(self, ready_s: float) -> None:
         """Ranks the decoders for a prompt that is computed in `ready_s` seconds."""
         decoders = []
         for load in _helping(self._ready, self._apart, self._able, _D):
             estimate = self._estimates[load.name]
-            joined = self._joined[load.name] = estimate.join(self._tokens, self._left)
+            joined = self._joined[load.name] = estimate.join(self._tokens, self._left, self._running)
             decoders.append(((estimate.full, estimate.arrive(self._tokens, joined, ready_s)), load))
         self._decoders = _Ranking(decoders)
         self._decoders_apart = _Ranking([entry for entry in decoders if not entry[1].role._value_ & _P])
@@ -95,7 +96,7 @@ class _Helpers:
         if not load.role._value_ & _D:
             best = self._decoders.best_for(load)
             return ((0.0, 0.0, 0.0), "") if best is None else (best[0][1], best[1].name)
-        own = self._joined.get(load.name) or estimate.join(self._tokens, self._left)
+        own = self._joined.get(load.name) or estimate.join(self._tokens, self._left, self._running)
         best = self._decoders_apart.best_for(load)
         if best is not None and best[0] < (estimate.full, own):
             return best[0][1], best[1].name
@@ -131,6 +132,11 @@ def _helping(
     """The instances that may serve `stage` for one of `able`; `apart`: those that do not prefill."""
     others = ready if [load for load in able if not load.role._value_ & stage] else apart
     return [load for load in others if load.role._value_ & stage]
+
+
+def _running(instances: Iterable[InstanceLoad]) -> int:
+    """The decodes whose first token has come."""
+    return sum([load.decodes - load.later_decodes for load in instances])
 
 
 class Router:
@@ -244,11 +250,11 @@ class Router:
             candidates = [other for other in candidates if not other.serves(Role.P)]
         if not candidates:
             return Role.D
-        left = min(left, ANSWER_TOKENS)
+        left, running = min(left, ANSWER_TOKENS), _running(self._instances.values())
 
         def cost(load: InstanceLoad) -> tuple[float, ...]:
             estimate = self._estimates.current(load)
-            return estimate.full, *estimate.arrive(num_tokens, estimate.join(num_tokens, left))
+            return estimate.full, *estimate.arrive(num_tokens, estimate.join(num_tokens, left, running))
 
         return self._choose("D", candidates, cost).name
 
