@@ -45,8 +45,8 @@ def pytest_folder_by_folder(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Freezes what was loaded: full collections, which some tests ask for, skip it."""
-    gc.collect()
+    """Freezes what was loaded: full collections, which some tests ask for, skip it. Looking for garbage in it first
+    would take a second."""
     gc.freeze()
     atexit.register(gc.unfreeze)  # what libraries look for when the interpreter ends
     gc.enable()

@@ -3,12 +3,11 @@ what they capture can be captured, and what they compare agrees. No time is meas
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -69,7 +68,7 @@ def _dependent_add(x: Tensor) -> tuple[()]:
 
 
 @pytest.fixture
-def run(streams: Streams, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Run]:
+def run(streams: Streams, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """Calls `main` of a benchmark; its document."""
     elapsed = Event.elapsed_time
     monkeypatch.setattr(Event, "elapsed_time", lambda self, end: elapsed(self, end) + 1e3)  # one call is a turn
@@ -98,8 +97,7 @@ def run(streams: Streams, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> It
         assert len(document["failed"]) == failed and not document["wrong"] and document["complete"]
         return document
 
-    yield call
-    gc.unfreeze()
+    return call
 
 
 @pytest.fixture(params=["llava", "qwen2_vl", "qwen2_5_vl"])

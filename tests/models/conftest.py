@@ -35,17 +35,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> CheckpointFactory:
     return make
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """The quick tests compute one variant of each family, the slow ones all."""
-    for item in items:
-        params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        case, variant = params.get("case"), params.get("variant")
-        is_further = isinstance(case, FamilyCase) and variant != next(iter(case.variants))
-        is_further |= isinstance(case, FamilyCase) and not case.quick and not item.name.startswith("test_logits_and")
-        # Models of transformers have names instead of cases.
-        is_further |= params.get("name") in getattr(getattr(item, "module", None), "FURTHER", ())
-        if is_further and ("backend" in params or "case" in params):
-            item.add_marker(pytest.mark.slow)
+    params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    case, variant = params.get("case"), params.get("variant")
+    is_further = isinstance(case, FamilyCase) and variant != next(iter(case.variants))
+    is_further |= isinstance(case, FamilyCase) and not case.quick and not item.name.startswith("test_logits_and")
+    # Models of transformers have names instead of cases.
+    is_further |= params.get("name") in getattr(getattr(item, "module", None), "FURTHER", ())
+    if is_further and ("backend" in params or "case" in params):
+        item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(params=BACKENDS)

@@ -2,8 +2,8 @@
 
 Triton decides when a kernel's module is imported whether its decorator makes something to compile or something to
 interpret, so the two cannot share a process. The outer pytest collects the tests as usual; the first one starts an
-inner pytest that has all those selected, and each has itself run there when its turn comes: of several outer processes
-nobody knows who gets which. In a process that has TRITON_INTERPRET=1 set they run directly.
+inner pytest that has all tests of their files, and each has itself run there when its turn comes: of several outer
+processes nobody knows who gets which. In a process that has TRITON_INTERPRET=1 set they run directly.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 class InnerRun:
     """An inner pytest; `result` waits for the outcome of a test."""
 
-    def __init__(self, nodeids: list[str], output: Path) -> None:
+    def __init__(self, files: list[str], output: Path) -> None:
         self._socket, theirs = socket.socketpair()
         environment = {**os.environ, "TRITON_INTERPRET": "1", SOCKET_VARIABLE: str(theirs.fileno())}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *nodeids]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
         self._output = output
         with output.open("w") as sink, theirs:
             self._process = subprocess.Popen(
@@ -87,10 +87,8 @@ if INTERPRETING:
 _OVERFLOW = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(_OVERFLOW)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker(_OVERFLOW)
 
 
 _RUN = pytest.StashKey[InnerRun]()
@@ -112,8 +110,8 @@ def _interpreted(request: pytest.FixtureRequest) -> None:
     if INTERPRETING or _RUN in request.config.stash:
         return
     output: Path = request.getfixturevalue("interpreter_output")
-    nodeids = [item.nodeid for item in request.session.items if HERE in item.path.parents]
-    request.config.stash[_RUN] = InnerRun(nodeids, output)
+    files = {str(item.path) for item in request.session.items if item.path.is_relative_to(HERE)}
+    request.config.stash[_RUN] = InnerRun(sorted(files), output)
 
 
 @pytest.hookimpl(tryfirst=True)
