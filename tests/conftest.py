@@ -56,6 +56,7 @@ def pytest_collection_finish() -> None:
     # Here and not in the middle of a test that counts descriptors.
     if "PYTEST_XDIST_WORKER" in os.environ and forkserver.EXEC_VARIABLE not in os.environ:
         forkserver.running()
+        forkserver.running_small()
 
 
 def pytest_sessionfinish() -> None:

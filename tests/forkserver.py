@@ -5,7 +5,8 @@ it has imported what they import, forks, and the fork takes the command's argume
 and runs the module from its beginning. It is a process like any other: its own pid, signals, exit code, and an end with
 its parent's. What is forked has a server of its own, for the processes that it starts. What differs in more than that,
 such as a variable that libraries read when they are imported, is started in full; so is everything where
-TESTS_EXEC is set, as by `make test-all`.
+TESTS_EXEC is set, as by `make test-all`. The child that decodes pictures may have less memory than torch takes: another
+server, which has imported no more than that child does, forks it for every process.
 
 Knows how processes start; nothing of what they do.
 """
@@ -22,6 +23,7 @@ import runpy
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -35,7 +37,9 @@ ROOT = Path(__file__).resolve().parents[1]
 EXEC_VARIABLE = "TESTS_EXEC"
 _MODULES = ("hydra_engine", "hydra_engine.cluster.process")
 _FOLDERS = ("tests.", "bench.")
-_SANDBOXED = ("hydra_engine.preprocess.sandbox.text_child", "hydra_engine.preprocess.sandbox.fetch_child")
+_SANDBOXED = tuple(f"hydra_engine.preprocess.sandbox.{child}_child" for child in ("text", "fetch", "grammar"))
+_SMALL = "hydra_engine.preprocess.sandbox.image_child"
+_ADDRESS_VARIABLE = "TESTS_FORKSERVER"  # where the server of small processes listens
 _LAST = ("hydra_engine.",)  # these start none that the server could fork
 _IMPORTED = (
     "torch",
@@ -44,6 +48,7 @@ _IMPORTED = (
     "hydra_engine.engine",
     "hydra_engine.server.runner",
 )
+_IMPORTED_SMALL = ("hydra_engine.preprocess.media.images", "hydra_engine.preprocess.sandbox.child_loop")
 # Read when a library is imported or the interpreter starts.
 _EARLY = (
     "HF_",
@@ -91,28 +96,34 @@ class Reap(NamedTuple):
 class Forkserver:
     """The client of this process's forkserver. It is started, or forked, before anything is asked of it."""
 
-    def __init__(self, pid: int, sock: socket.socket, environment: dict[str, str]) -> None:
-        self._pid = pid
+    def __init__(self, pid: int | None, sock: socket.socket, environment: dict[str, str]) -> None:
+        self._pid = pid  # of a child of this process
         self._socket = sock
         self._environment = environment
         self._lock = threading.Lock()
 
     @classmethod
     def start(cls) -> Forkserver:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the processes of the engine have it
-        command = [sys.executable, "-m", "tests.forkserver", str(theirs.fileno())]
-        with theirs:
-            descriptors = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)]
-            os.set_inheritable(theirs.fileno(), True)
-            pid = os.posix_spawn(command[0], command, environment, file_actions=descriptors)
-        return cls(pid, ours, environment)
+        return cls(*_spawn(environment), environment)
+
+    @classmethod
+    def connect(cls, address: str) -> Forkserver:
+        """Takes a server of its own from the one of small processes."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            sock.connect(f"\0{address}")
+        except OSError:
+            sock.close()
+            raise
+        return cls(None, sock, {})
 
     def close(self) -> None:
         """Ends the server, by closing its socket."""
         self._socket.close()
-        os.waitpid(self._pid, 0)
+        if self._pid is not None:
+            os.waitpid(self._pid, 0)
 
     def has(self, environment: dict[str, str], *, sandboxed: bool) -> bool:
         """True if what was imported under its environment is what would be imported under this one. `sandboxed`
@@ -138,8 +149,22 @@ class Forkserver:
             return int(pickle.loads(self._socket.recv(_MAX_REQUEST)))
 
 
+def _spawn(environment: dict[str, str], *listeners: socket.socket) -> tuple[int, socket.socket]:
+    """(pid of a new server, socket whose end is that of the server)"""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    inherited = [theirs, *listeners]
+    command = [sys.executable, "-m", "tests.forkserver", *(str(sock.fileno()) for sock in inherited)]
+    with theirs:
+        descriptors = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)]
+        for sock in inherited:
+            os.set_inheritable(sock.fileno(), True)
+        return os.posix_spawn(command[0], command, environment, file_actions=descriptors), ours
+
+
 _popen_in_full = subprocess.Popen
 _server: Forkserver | None = None
+_small_root: Forkserver | None = None  # forks the servers of all that connect to it
+_small_server: Forkserver | None = None
 _starting = threading.Lock()
 
 
@@ -151,6 +176,30 @@ def running() -> Forkserver:
         return _server
 
 
+def running_small() -> Forkserver:
+    """The server of small processes, that of the process from which this one comes if there is one."""
+    global _small_server
+    with _starting:
+        if _small_server is None:
+            try:
+                _small_server = Forkserver.connect(os.environ.get(_ADDRESS_VARIABLE, ""))
+            except OSError:
+                os.environ[_ADDRESS_VARIABLE] = _start_small()
+                _small_server = Forkserver.connect(os.environ[_ADDRESS_VARIABLE])
+        return _small_server
+
+
+def _start_small() -> str:
+    """Starts a server to connect to; returns its address."""
+    global _small_root
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind("")  # Linux chooses the name
+        listener.listen()
+        _small_root = Forkserver(*_spawn(environment, listener), environment)
+        return bytes(listener.getsockname()).decode().lstrip("\0")
+
+
 def _without_launcher(command: list[str]) -> list[str]:
     """The command without the launcher: the server itself binds a forked child to its parent."""
     is_launched = command[1:3] == ["-m", "hydra_engine.core.processes.launch"]
@@ -160,13 +209,14 @@ def _without_launcher(command: list[str]) -> list[str]:
 def _is_ours(command: list[str]) -> bool:
     if command[:2] != [sys.executable, "-m"] or EXEC_VARIABLE in os.environ:
         return False
-    return command[2] in (*_MODULES, *_SANDBOXED) or command[2].startswith(_FOLDERS)
+    return command[2] in (*_MODULES, *_SANDBOXED, _SMALL) or command[2].startswith(_FOLDERS)
 
 
 class Popen(subprocess.Popen):  # type: ignore[type-arg]
     """Asks the server where it can, see there. The rest of it is the library's."""
 
     _handle: int | None = None  # of the forked process; readable when that has ended
+    _forkserver: Forkserver
 
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any,
                        env: Any, startupinfo: Any, creationflags: Any, shell: Any, *rest: Any) -> None:  # fmt: skip
@@ -174,8 +224,10 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         environment = dict(os.environ if env is None else env)
         command = [os.fspath(word) for word in args] if not isinstance(args, str | bytes) else []
         command = _without_launcher(command)
-        server = running() if not shell and preexec_fn is None and _is_ours(command) else None
-        if server is None or not server.has(environment, sandboxed=command[2] in _SANDBOXED):
+        server = None
+        if not shell and preexec_fn is None and _is_ours(command):
+            server = running_small() if command[2] == _SMALL else running()
+        if server is None or not server.has(environment, sandboxed=command[2] in (*_SANDBOXED, _SMALL)):
             super()._execute_child(
                 args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell, *rest
             )  # type: ignore[misc]
@@ -191,6 +243,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
             bool(new_session),
             signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
         )
+        self._forkserver = server
         try:
             self.pid = server.fork(job, [*ours, *pass_fds])
             self._handle = os.pidfd_open(self.pid)
@@ -215,10 +268,9 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
         if self._handle is None:
             return super()._try_wait(wait_flags)  # type: ignore[misc]
-        assert _server is not None
         if not select.select([self._handle], [], [], 0 if wait_flags else None)[0]:
             return 0, 0
-        status = _server.reap(self.pid)
+        status = self._forkserver.reap(self.pid)
         os.close(self._handle)
         return self.pid, status
 
@@ -231,14 +283,33 @@ def install() -> None:
 
 def close() -> None:
     """The server and what it has forked end."""
-    global _server
-    if _server is not None:
+    global _server, _small_server, _small_root
+    servers = [server for server in (_server, _small_server, _small_root) if server is not None]
+    if servers:
         subprocess.Popen = _popen_in_full  # type: ignore[misc]
-        _server.close()
-        _server = None
+    for server in servers:
+        server.close()
+    _server = _small_server = _small_root = None
 
 
 # ---- the server, and what it becomes
+
+
+def _accept(control: socket.socket, listener: socket.socket) -> socket.socket:
+    """Forks a server for each process that connects. Returns in every one of them, with its socket."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
+    while control not in select.select([control, listener], [], [])[0]:
+        connection = listener.accept()[0]
+        _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        parent = os.getpid()
+        if user == os.getuid() and os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _die_with(parent)
+            for sock in (control, listener):
+                sock.close()
+            return connection
+        connection.close()
+    os._exit(0)
 
 
 def _serve(sock: socket.socket) -> Job:
@@ -329,13 +400,17 @@ def _stay_quiet(kept: list[int]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def main(descriptor: int) -> NoReturn:
-    for name in _IMPORTED:
+def main(*descriptors: int) -> NoReturn:
+    """`descriptors`: the socket whose end is that of this server, and for small processes one that listens."""
+    for name in _IMPORTED_SMALL if descriptors[1:] else _IMPORTED:
         import_module(name)
+    if descriptors[1:]:
+        import_module("PIL.Image").init()
     gc.collect()
     gc.freeze()
-    sock: socket.socket | None = socket.socket(fileno=descriptor)
-    _stay_quiet([descriptor])
+    _stay_quiet([*descriptors])
+    first, *listeners = (socket.socket(fileno=descriptor) for descriptor in descriptors)
+    sock: socket.socket | None = _accept(first, listeners[0]) if listeners else first
     while sock is not None:
         job = _serve(sock)
         sock = None if job.module.startswith(_LAST) else _own_server(job)
@@ -372,4 +447,4 @@ def _run(module: str) -> int:
 
 if __name__ == "__main__":
     # Under its name, which `subprocess.Popen` of this process refers to.
-    import_module("tests.forkserver").main(int(sys.argv[1]))
+    import_module("tests.forkserver").main(*map(int, sys.argv[1:]))

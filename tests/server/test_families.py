@@ -86,7 +86,7 @@ def data_url(kind: str, buffer: io.BytesIO) -> str:
     return f"data:{kind};base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-QUICK = {"qwen3_vl", "internvl"}  # any size, tiles; the demo is of one size, and `make support` runs all
+QUICK = {"qwen3_vl"}  # any size; the demo is of one size, and `make support` runs all
 
 
 @pytest.mark.parametrize(

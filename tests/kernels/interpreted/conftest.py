@@ -21,6 +21,8 @@ from typing import IO, Any
 import numpy as np
 import pytest
 
+from tests import forkserver
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 SOCKET_VARIABLE = "HYDRA_INTERPRETED_SOCKET"
@@ -33,6 +35,7 @@ class InnerRun:
     def __init__(self, files: list[str], output: Path) -> None:
         self._socket, theirs = socket.socketpair()
         environment = {**os.environ, "TRITON_INTERPRET": "1", SOCKET_VARIABLE: str(theirs.fileno())}
+        environment[forkserver.EXEC_VARIABLE] = "1"  # these tests start no processes
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
         self._output = output
         with output.open("w") as sink, theirs:
