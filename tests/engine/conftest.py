@@ -15,6 +15,8 @@ from hydra_engine import Engine
 from tools.miniatures import make_tiny
 
 EngineFactory = Callable[..., Engine]
+# Each decode worker is a process.
+SMALL: dict[str, Any] = {"threads": 1, "block_size": 4, "num_kv_blocks": 512, "token_budget": 64, "decode_workers": 1}
 
 
 @pytest.fixture(scope="session")
@@ -25,15 +27,28 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="module")
+def engine_of_module(tiny_model: Path) -> Iterator[Engine]:
+    engine = Engine(tiny_model, **SMALL)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(engine_of_module: Engine) -> Iterator[Engine]:
+    """The engine of the module, for calls whose result does not depend on those before; must hold nothing at the end of
+    the test."""
+    yield engine_of_module
+    assert_at_rest(engine_of_module)
+
+
 @pytest.fixture
 def make_engine(tiny_model: Path) -> Iterator[EngineFactory]:
     """Engines with small caches; at the end of the test each must hold nothing."""
     engines: list[Engine] = []
 
     def make(**options: Any) -> Engine:
-        defaults: dict[str, Any] = {"threads": 1, "block_size": 4, "num_kv_blocks": 512, "token_budget": 64}
-        defaults["decode_workers"] = 1  # each of which is a process
-        engine = Engine(options.pop("model", tiny_model), **(defaults | options))
+        engine = Engine(options.pop("model", tiny_model), **(SMALL | options))
         engines.append(engine)
         return engine
 

@@ -125,15 +125,23 @@ PENALISED: dict[str, Any] = {
 }
 
 
+PROMPTS = [[40 + i, 41, 42] * 4 for i in range(4)]  # ids reach the instance together
+
+
+@pytest.fixture(scope="module")
+def penalised(engine_of_module: Engine) -> list[tuple[int, ...]]:
+    """The tokens of each prompt alone."""
+    return [engine_of_module.generate(prompt, **PENALISED).token_ids for prompt in PROMPTS]
+
+
 @pytest.mark.parametrize("token_budget", range(5, 10))
-def test_penalties_count_what_was_generated_before_a_preemption(make_engine: EngineFactory, token_budget: int) -> None:
+def test_penalties_count_what_was_generated_before_a_preemption(
+    make_engine: EngineFactory, penalised: list[tuple[int, ...]], token_budget: int
+) -> None:
     """Penalties hold also where the latest token is planned as a decode, since the budget ended the chunk before it."""
-    prompts = [[40 + i, 41, 42] * 4 for i in range(4)]  # ids reach the instance together
-    alone = make_engine(num_kv_blocks=512)
-    golden = [alone.generate(prompt, **PENALISED).token_ids for prompt in prompts]
     engine = make_engine(num_kv_blocks=20, token_budget=token_budget, max_model_len=64)
-    results = engine.generate(prompts, **PENALISED)
-    assert [result.token_ids for result in results] == golden
+    results = engine.generate(PROMPTS, **PENALISED)
+    assert [result.token_ids for result in results] == penalised
     assert sum(result.metrics.num_preemptions for result in results) > 0
 
 

@@ -36,8 +36,8 @@ from tests.engine.conftest import EngineFactory, assert_at_rest, picture
 SHORT = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
 
 
-def test_one_prompt_gives_one_result(make_engine: EngineFactory) -> None:
-    result = make_engine().generate("Hello", **SHORT)
+def test_one_prompt_gives_one_result(engine: Engine) -> None:
+    result = engine.generate("Hello", **SHORT)
     assert result.finish_reason is FinishReason.LENGTH
     assert len(result.token_ids) == 4
     assert result.usage.completion_tokens == 4
@@ -53,8 +53,7 @@ def test_a_list_gives_a_list_in_order(make_engine: EngineFactory) -> None:
     assert results[7].token_ids == single.token_ids
 
 
-def test_pictures_in_every_form_are_the_same_picture(make_engine: EngineFactory, tmp_path: Path) -> None:
-    engine = make_engine()
+def test_pictures_in_every_form_are_the_same_picture(engine: Engine, tmp_path: Path) -> None:
     image = picture(3)
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
@@ -71,8 +70,7 @@ def test_pictures_in_every_form_are_the_same_picture(make_engine: EngineFactory,
     assert len(tokens) == 1
 
 
-def test_chat_takes_messages(make_engine: EngineFactory) -> None:
-    engine = make_engine()
+def test_chat_takes_messages(engine: Engine) -> None:
     messages = [
         {
             "role": "user",
@@ -83,8 +81,7 @@ def test_chat_takes_messages(make_engine: EngineFactory) -> None:
     assert len(engine.chat([messages, messages], **SHORT)) == 2
 
 
-def test_pictures_beside_messages_are_pictures_in_them(make_engine: EngineFactory) -> None:
-    engine = make_engine()
+def test_pictures_beside_messages_are_pictures_in_them(engine: Engine) -> None:
     one, two = picture(1), picture(2)
     inside = [
         {"role": "user", "content": [{"type": "image", "image": one}, {"type": "text", "text": "What is this?"}]},
@@ -118,22 +115,21 @@ def test_pictures_beside_messages_are_pictures_in_them(make_engine: EngineFactor
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_pictures_beside_messages_that_have_no_place(
-    make_engine: EngineFactory, messages: list, images: object, param: str, words: str
+    engine: Engine, messages: list, images: object, param: str, words: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:
-        make_engine().chat(messages, images=images, **SHORT)
+        engine.chat(messages, images=images, **SHORT)
     assert caught.value.param == param
 
 
-def test_a_wrong_conversation_fails_alone(make_engine: EngineFactory) -> None:
+def test_a_wrong_conversation_fails_alone(engine: Engine) -> None:
     good, bad = [{"role": "user", "content": "Hello"}], [{"role": "king", "content": "Hello"}]
-    well, failed = make_engine().chat([good, bad], on_error="return", **SHORT)
+    well, failed = engine.chat([good, bad], on_error="return", **SHORT)
     assert well.error is None and len(well.token_ids) == 4
     assert failed.error is not None and (failed.error.param, failed.error.index) == ("messages[0].role", 1)
 
 
-def test_prompts_in_the_form_of_vllm_are_answered(make_engine: EngineFactory) -> None:
-    engine = make_engine()
+def test_prompts_in_the_form_of_vllm_are_answered(engine: Engine) -> None:
     text = "USER: <image>\nWhat is this? ASSISTANT:"
     expected = engine.generate(text, picture(1), raw=True, **SHORT).token_ids
     image = {"multi_modal_data": {"image": picture(1)}}
@@ -183,16 +179,15 @@ async def test_a_handle_can_be_cancelled_while_it_is_read(make_engine: EngineFac
     await asyncio.to_thread(assert_at_rest, engine)
 
 
-def test_logprobs(make_engine: EngineFactory) -> None:
-    result = make_engine().generate("Hello", logprobs=3, **SHORT)
+def test_logprobs(engine: Engine) -> None:
+    result = engine.generate("Hello", logprobs=3, **SHORT)
     assert len(result.logprobs) == 4
     for entry, token in zip(result.logprobs, result.token_ids, strict=True):
         assert entry.token_id == token and entry.rank == 1 and len(entry.top) == 3
         assert entry.logprob == entry.top[0][2] <= 0
 
 
-def test_stop_strings_end_and_disappear(make_engine: EngineFactory) -> None:
-    engine = make_engine()
+def test_stop_strings_end_and_disappear(engine: Engine) -> None:
     full = engine.generate("Hello", temperature=0, max_tokens=30, ignore_eos=True)
     middle = full.text[len(full.text) // 2 :][:3]
     stopped = engine.generate("Hello", temperature=0, max_tokens=30, ignore_eos=True, stop=[middle])
@@ -201,8 +196,7 @@ def test_stop_strings_end_and_disappear(make_engine: EngineFactory) -> None:
     assert_at_rest(engine)
 
 
-def test_stop_token_ids_end(make_engine: EngineFactory) -> None:
-    engine = make_engine()
+def test_stop_token_ids_end(engine: Engine) -> None:
     full = engine.generate("Hello", temperature=0, max_tokens=30, ignore_eos=True)
     stop = full.token_ids[5]
     stopped = engine.generate("Hello", temperature=0, max_tokens=30, ignore_eos=True, stop_token_ids=[stop])
@@ -210,8 +204,7 @@ def test_stop_token_ids_end(make_engine: EngineFactory) -> None:
     assert stopped.finish_reason is FinishReason.STOP and stopped.stop_reason == stop
 
 
-def test_one_bad_picture_does_not_spoil_the_batch(make_engine: EngineFactory) -> None:
-    engine = make_engine()
+def test_one_bad_picture_does_not_spoil_the_batch(engine: Engine) -> None:
     images = [picture(0), b"not a picture", picture(2)]
     results = engine.generate(["a", "b", "c"], images=images, on_error="return", **SHORT)
     assert [r.error is None for r in results] == [True, False, True]
@@ -222,13 +215,12 @@ def test_one_bad_picture_does_not_spoil_the_batch(make_engine: EngineFactory) ->
 
 
 @pytest.mark.parametrize("images", [picture(0), [picture(0)], (1, 2, 3)], ids=["one", "list", "tuple"])
-def test_a_list_of_prompts_wants_an_entry_for_each(make_engine: EngineFactory, images: object) -> None:
+def test_a_list_of_prompts_wants_an_entry_for_each(engine: Engine, images: object) -> None:
     with pytest.raises(InvalidRequest, match=r"2 prompts but .* in images; give one entry for each prompt"):
-        make_engine().generate(["a", "b"], images=images, **SHORT)
+        engine.generate(["a", "b"], images=images, **SHORT)
 
 
-def test_an_error_names_the_file_its_place_and_the_prompt(make_engine: EngineFactory, tmp_path: Path) -> None:
-    engine = make_engine()
+def test_an_error_names_the_file_its_place_and_the_prompt(engine: Engine, tmp_path: Path) -> None:
     broken = tmp_path / "broken.png"
     broken.write_bytes(b"\x89PNG\r\n\x1a\n")
     seen = picture(1)
@@ -258,11 +250,9 @@ def test_an_error_names_the_file_its_place_and_the_prompt(make_engine: EngineFac
     ],
     ids=lambda v: str(v)[:30],
 )
-def test_wrong_parameters_get_a_sentence(
-    make_engine: EngineFactory, arguments: dict, error: type[Exception], words: str
-) -> None:
+def test_wrong_parameters_get_a_sentence(engine: Engine, arguments: dict, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        make_engine().generate("Hello", **arguments)
+        engine.generate("Hello", **arguments)
 
 
 def test_a_closed_engine_says_so(make_engine: EngineFactory, tiny_model: Path) -> None:
@@ -296,10 +286,10 @@ def test_closing_ends_running_requests(make_engine: EngineFactory) -> None:
         handle.result(5)
 
 
-def test_results_can_be_pickled(make_engine: EngineFactory) -> None:
+def test_results_can_be_pickled(engine: Engine) -> None:
     import pickle
 
-    result = make_engine().generate("Hello", picture(1), logprobs=1, **SHORT)
+    result = engine.generate("Hello", picture(1), logprobs=1, **SHORT)
     assert pickle.loads(pickle.dumps(result)) == result
 
 
@@ -322,14 +312,14 @@ def test_unknown_options_and_missing_models_are_named(tmp_path: Path) -> None:
         Engine(tmp_path)
 
 
-def test_sampling_params_and_keywords_exclude_each_other(make_engine: EngineFactory) -> None:
+def test_sampling_params_and_keywords_exclude_each_other(engine: Engine) -> None:
     with pytest.raises(InvalidRequest, match="not both"):
-        make_engine().generate("Hello", sampling=SamplingParams(), temperature=0)
+        engine.generate("Hello", sampling=SamplingParams(), temperature=0)
     with pytest.raises(InvalidRequest, match="mean the same"):
-        make_engine().generate("Hello", SamplingParams(), sampling=SamplingParams(n=2))
+        engine.generate("Hello", SamplingParams(), sampling=SamplingParams(n=2))
     with pytest.raises(InvalidRequest, match="given twice"):
-        make_engine().generate("Hello", SamplingParams(), sampling_params=SamplingParams(n=2))
-    assert len(make_engine().generate("Hello", SamplingParams(**SHORT), sampling_params=None).token_ids) == 4
+        engine.generate("Hello", SamplingParams(), sampling_params=SamplingParams(n=2))
+    assert len(engine.generate("Hello", SamplingParams(**SHORT), sampling_params=None).token_ids) == 4
 
 
 def test_what_decodes_pictures_starts_while_the_model_loads(
