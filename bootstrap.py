@@ -130,8 +130,8 @@ def requirements(dev: bool) -> list[str]:
         names = names + groups["dist"] + [name for name in groups["dev"] if isinstance(name, str)]
         extras = document["project"]["optional-dependencies"]
         # A GPU's libraries are gigabytes that no test here can use. Pictures here go through processors without
-        # torchvision, as in an installation without extras; Ray has an environment of its own.
-        names += [name for extra in extras.keys() - {"cuda", "processors", "ray"} for name in extras[extra]]
+        # torchvision, as in an installation without extras; Ray and NIXL have an environment of their own.
+        names += [name for extra in extras.keys() - {"cuda", "processors", "ray", "nixl"} for name in extras[extra]]
     return names
 
 

@@ -2,8 +2,9 @@
 
 Two real processes over loopback. Per size, in turns within one run: memcpy of blocks anywhere to blocks anywhere within
 this process, a bare TCP socket with the same scatter-gather and nothing else (calls that send 1 MiB, which are the
-fastest here, or 256 KiB), and the network of the engine (`hydra_nodes/blocks.py`) with each of its MACs, in TLS, and,
-as a yardstick that it does not offer, bare. Throughput is bytes over the median time of a read; each waits for the one
+fastest here, or 256 KiB), the network of the engine (`hydra_nodes/blocks.py`) with each of its MACs, in TLS, and, as a
+yardstick that it does not offer, bare, and NIXL (`hydra_nodes/nixl_blocks.py`) where it is installed: over RDMA if a
+port is up, else over TCP. Throughput is bytes over the median time of a read; each waits for the one
 before. CPU seconds are those of both processes. Then the time from the death of a source in the middle of a read until
 the target knows it.
 
@@ -34,10 +35,11 @@ import numpy as np
 from bench.common import ROOT, card, emit, write_document
 from hydra_engine.core.pools import PoolKind
 from hydra_engine.errors import TransferError
-from hydra_engine.transfer.network import RemoteBlocks, Rows
+from hydra_engine.transfer.network import BlockNetwork, RemoteBlocks, Rows
 from hydra_nodes.block_connection import BATCH_BYTES, batches, block_views
 from hydra_nodes.blocks import TcpBlocks
 from hydra_nodes.macs import HmacSha256, Mac, MacKind, best_mac
+from hydra_nodes.nixl_blocks import NixlBlocks, active_ports, installed_version
 from hydra_nodes.session import Greeting
 from hydra_nodes.tls import AUTHORITY, CERTIFICATE, KEY, TlsFiles
 
@@ -78,10 +80,18 @@ def macs() -> list[MacKind]:
     return [*([] if isinstance(best, HmacSha256) else [best]), HmacSha256(), NoMac()]
 
 
-def networks(name: str, certificates: Path) -> dict[str, TcpBlocks]:
+def networks(name: str, certificates: Path) -> dict[str, BlockNetwork]:
     greeting = Greeting("bench", name, name)
-    found = {mac.name: TcpBlocks(SECRET, greeting, HOST, mac=mac) for mac in macs()}
-    return found | {"tls": TcpBlocks(SECRET, greeting, HOST, make_layer=TlsFiles(certificates))}
+    found: dict[str, BlockNetwork] = {
+        f"tcp, {mac.name}": TcpBlocks(SECRET, greeting, HOST, mac=mac) for mac in macs()
+    } | {"tcp, tls": TcpBlocks(SECRET, greeting, HOST, make_layer=TlsFiles(certificates))}
+    if installed_version():
+        found[nixl_name()] = NixlBlocks(TcpBlocks(SECRET, greeting, HOST), HOST)
+    return found
+
+
+def nixl_name() -> str:
+    return "nixl, rdma" if active_ports() else "nixl, tcp"
 
 
 def make_certificates(folder: Path) -> None:
@@ -102,7 +112,8 @@ def pool(seed: int) -> Rows:
 def serve(control: socket.socket, certificates: Path) -> None:
     """Serves the pool in all ways, says where, and then answers each byte with its seconds of CPU so far."""
     rows = pool(1)
-    endpoints = [one.serve({KIND: rows}, lambda _: WORD, 16) for one in networks("source", certificates).values()]
+    served = networks("source", certificates)
+    endpoints = [one.serve({KIND: rows}, lambda _: WORD, 16) for one in served.values()]
     listener = socket.create_server((HOST, 0))
     threading.Thread(target=_serve_bare, args=(listener, rows), daemon=True).start()
     control.sendall(" ".join([str(listener.getsockname()[1]), *endpoints]).encode() + b"\n")
@@ -212,7 +223,7 @@ def memcpy(target: Rows) -> Read:
 
 
 def readers(served: Source, target: Rows) -> dict[str, Read]:
-    named = {f"tcp, {name}": remote_reader(remote, target) for name, remote in served.remotes.items()}
+    named = {name: remote_reader(remote, target) for name, remote in served.remotes.items()}
     bare = {"bare socket": BATCH_BYTES, "bare, calls of 256K": CALL_BYTES}
     bare_readers = {name: bare_reader(served.port, target, call_bytes) for name, call_bytes in bare.items()}
     return {"memcpy": memcpy(target), **bare_readers, **named}
@@ -269,13 +280,13 @@ def _ratio_within(bare: Sequence[float], seconds: Sequence[float]) -> float:
     return median(one / other for one, other in zip(bare, seconds, strict=True))
 
 
-def deaths(rounds: int) -> list[float]:
+def deaths(name: str, rounds: int) -> list[float]:
     """Milliseconds from SIGKILL of a source in the middle of a read until the read raises."""
     found = []
     target, everything = np.zeros((NUM_BLOCKS, BLOCK_BYTES), np.uint8), np.arange(NUM_BLOCKS, dtype=np.int32)
     while len(found) < rounds:
         with source() as served:
-            read = remote_reader(served.remotes[best_mac().name], target)
+            read = remote_reader(served.remotes[name], target)
             read(everything[:1], everything[:1])
             killed_s: list[float] = []
 
@@ -315,14 +326,16 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             for row in measure(served, named, count, options.rounds):
                 rows.append(row)
                 show(row)
-    found = deaths(options.deaths)
-    print(f"death in the middle: noticed after {median(found):.1f} ms, at most {max(found):.1f} ms")
+    noticed = {}
+    for name in (f"tcp, {best_mac().name}", *([nixl_name()] if installed_version() else [])):
+        found = noticed[name] = deaths(name, options.deaths)
+        print(f"death in the middle, {name}: noticed after {median(found):.1f} ms, at most {max(found):.1f} ms")
     return {
         "bench": "nodes",
         "block_bytes": BLOCK_BYTES,
         "rounds": options.rounds,
         "results": rows,
-        "death_noticed_ms": found,
+        "death_noticed_ms": noticed,
         "card": card(),
     }
 

@@ -27,7 +27,7 @@ from hydra_engine.clock import Clock, MonotonicClock
 from hydra_engine.core.plans import BlockIds
 from hydra_engine.core.pools import PoolKind
 from hydra_engine.errors import ResourceError, TransferError
-from hydra_engine.transfer.network import RemoteBlocks, Rows
+from hydra_engine.transfer.network import Rows
 from hydra_nodes.block_connection import (
     LAST_BYTES,
     BlockConnection,
@@ -74,6 +74,8 @@ class TcpBlocks:
     """A `BlockNetwork` of one incarnation of an instance. `secret`, `greeting`: as of its other sessions. `host`: an
     address of this node that peers reach; it listens there only. `make_layer`: makes TLS for each connection."""
 
+    registers_pools = False
+
     def __init__(
         self,
         secret: bytes,
@@ -102,11 +104,11 @@ class TcpBlocks:
         self._source = _Source(self, self._host, pools, load_word, num_words)
         return self._source.endpoint
 
-    def open(self, peer: str, endpoint: str) -> RemoteBlocks:
+    def open(self, peer: str, endpoint: str) -> TcpRemoteBlocks:
         try:
-            address, life = endpoint.split("/")
+            address, life, *_ = endpoint.split("/")  # what may follow is of other networks
             host, port = address.rsplit(":", 1)
-            return _TcpRemoteBlocks(self, peer, (host.strip("[]"), int(port)), bytes.fromhex(life))
+            return TcpRemoteBlocks(self, peer, (host.strip("[]"), int(port)), bytes.fromhex(life))
         except ValueError as error:
             raise TransferError(
                 f"instance {peer} serves its blocks at {endpoint[:80]!r}, which is no address"
@@ -276,7 +278,7 @@ def _without_bytes(mac: Mac | None, start: bytes) -> Mac | None:
 # ---- the target
 
 
-class _TcpRemoteBlocks:
+class TcpRemoteBlocks:
     """`RemoteBlocks` of one source, over a connection that is made at first use and again after a failure."""
 
     def __init__(self, network: TcpBlocks, peer: str, address: tuple[str, int], life: bytes) -> None:
@@ -320,6 +322,11 @@ class _TcpRemoteBlocks:
                 if not self._is_reading:
                     self._release()
 
+    @property
+    def has_ended(self) -> bool:
+        """True if there is no connection, or it has ended. For the thread that reads."""
+        return self._connection is None or self._connection.is_stale
+
     def _read(self, request: _Request, views: list[memoryview]) -> bool:
         try:
             connection = self._connected()
@@ -339,7 +346,7 @@ class _TcpRemoteBlocks:
 
     def _connected(self) -> BlockConnection:
         """Returns the connection, a new one if there is none or it has ended at rest. Raises SessionError, OSError."""
-        if self._connection is not None and not self._connection.is_stale:
+        if self._connection is not None and not self.has_ended:
             return self._connection
         self._closing.wait(max(self._due_s - self._network.clock.now(), 0.0))
         family, kind, protocol, _, address = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM)[0]

@@ -29,6 +29,7 @@ from hydra_nodes.children import Agent, AgentLost, NodeChild
 from hydra_nodes.facts import deployment_facts
 from hydra_nodes.links import CHANNEL
 from hydra_nodes.listener import Listener
+from hydra_nodes.nixl_blocks import active_ports, installed_version
 from hydra_nodes.process import Order, encode_order
 from hydra_nodes.session import Greeting, SessionError
 from hydra_nodes.tls import TlsFiles
@@ -81,7 +82,9 @@ class NodeLauncher:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def describe(self) -> list[tuple[str, str]]:
-        return self._cluster.describe(self._config)
+        nixl, ports = installed_version(), active_ports()
+        here = [("NIXL here", nixl or "not installed"), ("RDMA here", ", ".join(ports) or "no port is up")]
+        return [*self._cluster.describe(self._config), *here]
 
     async def open(self) -> None:
         (node, host), self._places = await self._cluster.place(self._config)

@@ -26,6 +26,7 @@ from hydra_nodes.blocks import TcpBlocks
 from hydra_nodes.clock import SyncedClock
 from hydra_nodes.facts import deployment_facts
 from hydra_nodes.links import CHANNEL, LINK, LinkMaker, set_options
+from hydra_nodes.nixl_blocks import choose_network
 from hydra_nodes.session import Greeting, handshake_client
 from hydra_nodes.tls import TlsFiles
 
@@ -94,9 +95,11 @@ def main(load: Callable[[], Callable[..., int]] = process.load_instance) -> int:
         session.observe_clock = clock.observe
         end = InstanceSocket(sock, session)
         host = order.host or sock.getsockname()[0]
-        network = TcpBlocks(order.secret, greeting, host, make_layer=make_layer)
-        run_instance = partial(load(), clock=clock, network=network)
+        tcp = TcpBlocks(order.secret, greeting, host, make_layer=make_layer)
+        run_instance = partial(load(), clock=clock)
         start = end.receive_start()
+        backend = start.config.cluster.transfer_backend
+        network = tcp if backend == "tcp" or order.tls else choose_network(tcp, host, asked=backend == "nixl")
         if order.gguf:
             config = replace(start.config, model_folder=order.model)
             start = msgspec.structs.replace(start, config=config)
@@ -111,7 +114,7 @@ def main(load: Callable[[], Callable[..., int]] = process.load_instance) -> int:
     session.set_fence(fence_s)
     suspect_s = start.config.cluster.suspect_s  # of a peer that the frontend still reaches: others serve meanwhile
     links = LinkMaker(order.secret, msgspec.structs.replace(greeting, purpose=LINK), suspect_s, make_layer)
-    return process.serve(start, end, control, run_instance, make_codec=links)
+    return process.serve(start, end, control, partial(run_instance, network=network), make_codec=links)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     "where stages run": (
         *("topology", "instance_limits", "threads", "lane_priority", "sm_split"),
         *("router", "steal_decodes", "prefetch_features", "early_kv", "transport", "handover_tokens"),
-        *("launcher", "ray_address", "cluster_tls"),
+        *("launcher", "ray_address", "cluster_tls", "transfer_backend"),
     ),
     "latency and batching": (
         *("tpot_slo", "ttft_slo", "max_num_seqs", "token_budget", "image_budget", "look_ahead"),

@@ -78,6 +78,12 @@ class ClusterConfig:
         unset="it is authenticated, and can be read on its way",
         kind="folder",
     )
+    transfer_backend: str = opt(
+        "tcp",
+        "with --cluster: how blocks move between nodes. tcp: over the engine's own connections; nixl: over NIXL, by "
+        "RDMA where a node has it; auto: over NIXL on nodes that have it and RDMA",
+        choices=("tcp", "nixl", "auto"),
+    )
     router: str = opt(
         "least-loaded",
         "least-loaded: least late, then done soonest; affinity: the same, and what an instance has seen takes no time "
@@ -460,6 +466,11 @@ class EngineConfig:
             if not isinstance(given := getattr(self, name), part):
                 raise ConfigError(f"{name} must be a {part.__name__}, not {type(given).__name__}", param=name)
         Topology.parse(self.topology, nodes=self.cluster.launcher is not None)
+        if self.cluster.cluster_tls is not None and self.cluster.transfer_backend == "nixl":
+            raise ConfigError(
+                "cluster_tls does not encrypt what moves over NIXL; give transfer_backend tcp, or no cluster_tls",
+                param="transfer_backend",
+            )
         if self.instance_limits is not None:
             parse_instance_limits(self.instance_limits, self.topology)
         for name, most in (("cuda_graph_sizes", MAX_GRAPH_SIZE), ("encoder_cuda_graph_sizes", MAX_ENCODE_SIZE)):

@@ -110,6 +110,7 @@ class EngineOptions(TypedDict, total=False):
     launcher: str | None
     ray_address: str | None
     cluster_tls: str | PathLike[str] | None
+    transfer_backend: str
     router: str
     lease_s: float
     suspect_s: float

@@ -38,6 +38,8 @@ class RemoteBlocks(Protocol):
 class BlockNetwork(Protocol):
     """A network that moves the blocks of one instance between nodes. The exchange that it is handed to closes it."""
 
+    registers_pools: bool  # with a device, which takes none that this process may not write
+
     def serve(self, pools: Mapping[PoolKind, Rows], load_word: Callable[[int], int], num_words: int) -> str:
         """Lets peers read these pools from now on. `load_word` loads one of the `num_words` control words after all
         earlier reads of the calling thread; it and the pools are read from any thread until `close`. Returns the

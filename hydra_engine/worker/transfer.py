@@ -146,14 +146,17 @@ def exports_of(
     return exports, (*descriptors, *more)
 
 
-def served_pools(caches: Mapping[PoolKind, PagedCache], staging: StagingPools) -> dict[PoolKind, Rows]:
+def served_pools(
+    caches: Mapping[PoolKind, PagedCache], staging: StagingPools, *, writable: bool = False
+) -> dict[PoolKind, Rows]:
     """Returns what peers on other nodes read: the staging pool of each kind that has one, else the cache itself, which
-    then lies in host memory. Both are mapped once more, to be read only."""
+    then lies in host memory. Both are mapped once more, to be read only, unless they have to be `writable`."""
     pools: dict[PoolKind, Rows] = {}
     for kind, cache in caches.items():
         if cache.memory is not None:
             memory, num_blocks = staging.memory_of(kind) or (cache.memory, cache.num_blocks)
-            raw = map_pool(memory.descriptor, memory.num_bytes).tensor()[: num_blocks * cache.block_bytes]
+            mapped = memory if writable else map_pool(memory.descriptor, memory.num_bytes)
+            raw = mapped.tensor()[: num_blocks * cache.block_bytes]
             pools[kind] = raw.numpy().reshape(num_blocks, cache.block_bytes)
     return pools
 
@@ -408,7 +411,8 @@ class Exchange:
         self._endpoint = ""
         if network is not None:
             words = PeerWords(self._words.descriptor, NUM_CONTROL_WORDS)
-            self._endpoint = network.serve(served_pools(self._caches, self._staging), words.load, NUM_CONTROL_WORDS)
+            pools = served_pools(self._caches, self._staging, writable=network.registers_pools)
+            self._endpoint = network.serve(pools, words.load, NUM_CONTROL_WORDS)
         self._peers: dict[str, Peer | RemotePeer] = {}
         self._ending: set[RemotePeer] = set()  # closed, but their threads may still run
         self._runner = TransferLane(backend.ops, backend.device, self._caches, clock)

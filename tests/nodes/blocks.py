@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -14,9 +14,11 @@ from hydra_engine.backend.base import Backend, PagedCache
 from hydra_engine.clock import MonotonicClock
 from hydra_engine.core.ids import StepId
 from hydra_engine.core.pools import PoolKind
+from hydra_engine.transfer.network import BlockNetwork
 from hydra_engine.transfer.plans import PullJob, PullResult, StagingResult
 from hydra_engine.worker.transfer import Exchange, rows_of
 from hydra_nodes.blocks import TcpBlocks
+from hydra_nodes.nixl_blocks import NixlBlocks
 from hydra_nodes.session import Greeting
 
 SECRET = b"the secret of these tests"
@@ -33,7 +35,17 @@ def greeting(node: str, **facts: str) -> Greeting:
 
 
 def network(name: str, *, secret: bytes = SECRET, patience_s: float = 5.0, **options: Any) -> TcpBlocks:
-    return TcpBlocks(secret, greeting(name), "127.0.0.1", patience_s=patience_s, **options)
+    """Returns a network of the kind that the test is for (`each_network`); the others have this one's interface."""
+    tcp = TcpBlocks(secret, greeting(name), "127.0.0.1", patience_s=patience_s, **options)
+    return cast(TcpBlocks, above(tcp))
+
+
+def above(tcp: TcpBlocks) -> BlockNetwork:
+    return tcp
+
+
+def nixl_above(tcp: TcpBlocks) -> BlockNetwork:
+    return NixlBlocks(tcp, "127.0.0.1", [])
 
 
 def cache_of(

@@ -1,4 +1,5 @@
-"""Whole engines whose instances read each other's blocks over TCP: the tokens of one instance, also through kills."""
+"""Whole engines whose instances read each other's blocks over TCP or NIXL: the tokens of one instance, also through
+kills."""
 
 from __future__ import annotations
 
@@ -50,12 +51,17 @@ def on_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
         ("E+P+D", {"check_transfers": True}),
         ("E+P+D", {"early_kv": False, "token_budget": 512}),
         ("2E+P+2D", {"transport": "host"}),
+        ("EP+D", {"transfer_backend": "nixl"}),
+        ("2E+P+2D", {"transfer_backend": "nixl", "transport": "host", "check_transfers": True}),
     ],
     ids=str,
 )
 def test_instances_that_share_no_memory_give_the_tokens_of_one(
-    tiny_model: Path, golden: list[Outcome], topology: str, options: dict[str, Any]
+    tiny_model: Path, golden: list[Outcome], topology: str, options: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
+    over_nixl = "transfer_backend" in options
+    if over_nixl:
+        request.getfixturevalue("nixl")
     with Engine(tiny_model, topology=topology, **(OPTIONS | options)) as engine:
         for _ in range(2):
             rows = zip(REQUESTS, together(engine, REQUESTS), golden, strict=True)
@@ -65,6 +71,8 @@ def test_instances_that_share_no_memory_give_the_tokens_of_one(
         pulled, through_host = (sum(getattr(r, name) for r in reports) for name in ("pulled_bytes", "host_bytes"))
         assert pulled > 0
         assert through_host == (pulled if options.get("transport") == "host" else 0)
+        maps = [Path(f"/proc/{instance.pid}/maps").read_text() for instance in engine.instances()]
+        assert {"libplugin_UCX" in text for text in maps} == {over_nixl}
 
 
 @pytest.mark.parametrize("early_kv", [True, False])
@@ -79,9 +87,10 @@ def test_kv_moves_in_groups_while_the_prefill_goes_on(tiny_model: Path, early_kv
     assert bool(early) == early_kv, result.timeline
 
 
-def test_killed_instances_take_nothing_with_them(tiny_model: Path, golden: list[Outcome]) -> None:
+def test_killed_instances_take_nothing_with_them(tiny_model: Path, golden: list[Outcome], each_network: str) -> None:
     """Kills each while blocks move. Requests end with the right tokens, or with a sentence; then all is free."""
-    with RestlessEngine(tiny_model, topology="E+P+D", recovery_s=30.0, **OPTIONS) as engine:
+    options = OPTIONS | {"transfer_backend": each_network}
+    with RestlessEngine(tiny_model, topology="E+P+D", recovery_s=30.0, **options) as engine:
         for turn, name in enumerate(("e0", "p0", "d0") * 2):
             handles = [submit(engine, request) for request in REQUESTS[:12]]
             time.sleep(0.05 * turn)

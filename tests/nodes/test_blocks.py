@@ -52,6 +52,7 @@ def assert_arrived(source: Side, target: Side, kind: PoolKind, blocks: Sequence[
     assert np.array_equal(target.rows(kind), expected)
 
 
+@pytest.mark.usefixtures("each_network")
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_blocks_of_all_pools_arrive_and_only_they(dtype: str) -> None:
     with sides(cpu(), cpu(), dtype) as (source, target):
@@ -66,6 +67,7 @@ def test_blocks_of_all_pools_arrive_and_only_they(dtype: str) -> None:
                 assert_arrived(source, target, kind, blocks, to)
 
 
+@pytest.mark.usefixtures("each_network")
 def test_blocks_that_are_staged_arrive_from_the_staging_pool() -> None:
     with sides(cpu(), cpu(), through_host=True, staging_bytes=8 * 512) as (source, target):
         assert target.exchange.piece_blocks("source", KV) == 1
@@ -76,12 +78,14 @@ def test_blocks_that_are_staged_arrive_from_the_staging_pool() -> None:
         assert "has 8 kv blocks, not block 8" in (pull(target, "source", KV, [8], [0]).problem or "")
 
 
+@pytest.mark.usefixtures("each_network")
 def test_checksums_of_other_blocks_are_noticed() -> None:
     with sides(cpu(), cpu()) as (source, target):
         checksums = source.exchange.checksums(KV, [1])
         assert "checksums differ" in (pull(target, "source", KV, [2], [0], checksums=checksums).problem or "")
 
 
+@pytest.mark.usefixtures("each_network")
 def test_an_offer_that_is_gone_is_not_valid_and_no_problem() -> None:
     with sides(cpu(), cpu()) as (source, target):
         for rest in ({"word": WORD + 1}, {"slot": 4}):
@@ -109,11 +113,13 @@ def served(
 
 @contextmanager
 def opened(endpoint: str, peer: str = "source", **options: Any) -> Iterator[RemoteBlocks]:
-    remote = network("target", **options).open(peer, endpoint)
+    target = network("target", **options)
+    remote = target.open(peer, endpoint)
     try:
         yield remote
     finally:
         remote.close()
+        target.close()
 
 
 def random_rows(num_blocks: int, num_bytes: int) -> Rows:
@@ -184,6 +190,7 @@ class _Overtaken(HmacSha256):
         return Overtaken()
 
 
+@pytest.mark.usefixtures("each_network")
 def test_several_targets_read_at_once() -> None:
     rows = random_rows(64, 5000)
     targets = [np.zeros_like(rows) for _ in range(6)]
@@ -207,6 +214,7 @@ def test_several_targets_read_at_once() -> None:
 # ---- what is refused
 
 
+@pytest.mark.usefixtures("each_network")
 def test_requests_that_cannot_be_right_are_refused_and_the_connection_stays() -> None:
     rows, target = random_rows(8, 10), np.zeros((8, 10), np.uint8)
     one, two = np.array([1], np.int32), np.array([2], np.int32)
@@ -226,10 +234,12 @@ def test_requests_that_cannot_be_right_are_refused_and_the_connection_stays() ->
             with pytest.raises(ValueError, match="expected 0 to 7"):
                 read(remote, target, [1], bad)
         assert not target.any()
-        sock = remote._sock  # type: ignore[attr-defined]
-        assert read(remote, target, [1]) and sock is remote._sock  # type: ignore[attr-defined]
+        tcp: Any = getattr(remote, "_tcp", remote)
+        sock = tcp._sock
+        assert read(remote, target, [1]) and sock is tcp._sock
 
 
+@pytest.mark.usefixtures("each_network")
 def test_another_life_another_instance_and_another_service_are_refused() -> None:
     rows, target = random_rows(8, 10), np.zeros((8, 10), np.uint8)
     with served(rows) as (_, endpoint):
@@ -369,6 +379,7 @@ def test_both_ends_ask_at_rest_whether_the_other_lives() -> None:
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 4000
 
 
+@pytest.mark.usefixtures("each_network")
 def test_a_source_that_falls_silent_is_left_after_a_while() -> None:
     silence = threading.Event()
     rows = random_rows(8, 10)
@@ -409,6 +420,7 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * 4096
 
 
+@pytest.mark.usefixtures("each_network")
 def test_closing_ends_a_read_in_progress_and_every_later_one() -> None:
     rows, silence = random_rows(8, 10), threading.Event()
     with served(rows, lambda slot: silence.wait(5) or WORD) as (_, endpoint), opened(endpoint) as remote:
@@ -426,6 +438,7 @@ def test_closing_ends_a_read_in_progress_and_every_later_one() -> None:
 # ---- the exchange around it
 
 
+@pytest.mark.usefixtures("each_network")
 def test_a_source_that_is_slow_holds_up_no_other_copy() -> None:
     silence = threading.Event()
     slow_rows = random_rows(40, 512)
@@ -460,6 +473,7 @@ def test_peers_of_other_blocks_or_without_a_network_are_refused() -> None:
         alone.exchange.close()
 
 
+@pytest.mark.usefixtures("each_network")
 def test_a_peer_that_comes_and_goes_leaves_nothing_behind() -> None:
     def threads() -> list[str]:
         return sorted(thread.name for thread in threading.enumerate())

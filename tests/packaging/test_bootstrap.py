@@ -68,7 +68,7 @@ def test_every_pin_is_of_something_that_is_installed() -> None:
 
 def test_every_extra_is_there_for_the_tests() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    wanted = {name for extra in extras.keys() - {"cuda", "processors", "ray"} for name in extras[extra]}
+    wanted = {name for extra in extras.keys() - {"cuda", "processors", "ray", "nixl"} for name in extras[extra]}
     wanted |= {name for name in extras["cuda"] if name.startswith("triton")}
     assert wanted <= set(bootstrap.requirements(dev=True))
 
