@@ -88,8 +88,8 @@ def test_whatever_the_cache_and_the_room(
     assert_at_rest(engine)
 
 
-def test_pieces_of_all_answers_come_mixed(make_engine: EngineFactory, golden: list[tuple[int, ...]]) -> None:
-    pieces = list(make_engine().stream(TEXT, picture(1), n=3, seed=SEED, logprobs=1, **SEEDED))
+def test_pieces_of_all_answers_come_mixed(engine: Engine, golden: list[tuple[int, ...]]) -> None:
+    pieces = list(engine.stream(TEXT, picture(1), n=3, seed=SEED, logprobs=1, **SEEDED))
     for index in range(3):
         own = [piece for piece in pieces if piece.index == index]
         assert tuple(token for piece in own for token in piece.token_ids) == golden[index]
@@ -102,8 +102,7 @@ def test_pieces_of_all_answers_come_mixed(make_engine: EngineFactory, golden: li
     assert indices[0] == 0 and indices != sorted(indices)
 
 
-def test_a_slow_reader_finds_each_answer_whole(make_engine: EngineFactory) -> None:
-    engine = make_engine()
+def test_a_slow_reader_finds_each_answer_whole(engine: Engine) -> None:
     handle = engine.submit("Hello", n=4, **(SEEDED | {"max_tokens": 100}))
     result = handle.result(60)
     assert len(handle._pieces) <= 64 + 2 * 4
@@ -123,8 +122,8 @@ def test_lists_batches_and_async(make_engine: EngineFactory, golden: list[tuple[
     assert tokens(asyncio.run(run()).choices) == golden
 
 
-def test_without_a_seed_answers_differ(make_engine: EngineFactory) -> None:
-    result = make_engine().generate("Hello", n=4, **SEEDED)
+def test_without_a_seed_answers_differ(engine: Engine) -> None:
+    result = engine.generate("Hello", n=4, **SEEDED)
     assert len(set(tokens(result.choices))) == 4
 
 

@@ -233,9 +233,9 @@ def test_a_pydantic_model_a_dict_and_the_apis_shape_are_the_same() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )  # fmt: skip
-def test_a_wrong_response_format_is_named(make_engine: EngineFactory, asked: dict[str, Any], param: str) -> None:
+def test_a_wrong_response_format_is_named(engine: Engine, asked: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        make_engine().generate("abc", **asked)
+        engine.generate("abc", **asked)
     assert caught.value.param == param
 
 
@@ -255,8 +255,7 @@ def test_a_grammar_is_made_of_the_right_things(kind: str, source: Any, words: st
     assert caught.value.param == "guided"
 
 
-def test_a_complete_text_ends_whatever_else_is_asked(make_engine: EngineFactory) -> None:
-    engine = make_engine()
+def test_a_complete_text_ends_whatever_else_is_asked(engine: Engine) -> None:
     for more in ({"ignore_eos": True}, {"min_tokens": 30}, {"allowed_token_ids": tuple(range(3, 250))}):
         result = engine.generate("abc", sampling=sampling_of(0, "choice", **more, skip_special_tokens=False))
         assert (result.finish_reason, result.stop_reason) == (FinishReason.STOP, None)
@@ -269,8 +268,7 @@ def test_a_complete_text_ends_whatever_else_is_asked(make_engine: EngineFactory)
     assert short.finish_reason == FinishReason.LENGTH
 
 
-def test_a_grammar_that_other_parameters_leave_nothing_of_fails_alone(make_engine: EngineFactory) -> None:
-    engine = make_engine()
+def test_a_grammar_that_other_parameters_leave_nothing_of_fails_alone(engine: Engine) -> None:
     other = engine.submit("abc", sampling=sampling_of(0, "regex"))
     with pytest.raises(InvalidRequest, match="allowed_token_ids leaves no token") as caught:
         engine.generate("abc", grammar=Grammar("regex", "[0-9]+"), allowed_token_ids=[5])
@@ -278,8 +276,7 @@ def test_a_grammar_that_other_parameters_leave_nothing_of_fails_alone(make_engin
     assert fits("regex", other.result(60).text)
 
 
-def test_refusals_name_the_field(make_engine: EngineFactory) -> None:
-    engine = make_engine()
+def test_refusals_name_the_field(engine: Engine) -> None:
     for name, value in (("logit_bias", {1 << 20: 1.0}), ("allowed_token_ids", [1 << 20])):
         with pytest.raises(InvalidRequest, match="token ids go from 0 to") as caught:
             engine.generate("abc", **{name: value})
@@ -289,8 +286,7 @@ def test_refusals_name_the_field(make_engine: EngineFactory) -> None:
     assert caught.value.param == "guided_regex"
 
 
-def test_bias_and_allowed_tokens(make_engine: EngineFactory) -> None:
-    engine = make_engine()
+def test_bias_and_allowed_tokens(engine: Engine) -> None:
     assert set(engine.generate("abc", temperature=0, max_tokens=6, logit_bias={77: 100}).token_ids) == {77}
     drawn = engine.generate("abc", seed=1, max_tokens=40, allowed_token_ids=[50, 60, 70]).token_ids
     assert set(drawn) == {50, 60, 70}

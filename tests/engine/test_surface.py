@@ -44,8 +44,7 @@ def test_one_prompt_gives_one_result(engine: Engine) -> None:
     assert result.metrics.ttft_s > 0
 
 
-def test_a_list_gives_a_list_in_order(make_engine: EngineFactory) -> None:
-    engine = make_engine()
+def test_a_list_gives_a_list_in_order(engine: Engine) -> None:
     prompts = [f"number {i}" for i in range(20)]
     results = engine.generate(prompts, images=[picture(i) if i % 3 == 0 else None for i in range(20)], **SHORT)
     assert [r.usage.num_images for r in results] == [1 if i % 3 == 0 else 0 for i in range(20)]
@@ -147,8 +146,7 @@ def test_prompts_in_the_form_of_vllm_are_answered(engine: Engine) -> None:
     assert failed is not None and failed.index == 1 and "'audio'" in failed.message
 
 
-def test_a_stream_joins_to_the_text(make_engine: EngineFactory) -> None:
-    engine = make_engine()
+def test_a_stream_joins_to_the_text(engine: Engine) -> None:
     pieces = list(engine.stream("Tell me", temperature=0, max_tokens=20, ignore_eos=True))
     assert pieces[-1].result is not None
     assert "".join(p.text for p in pieces) == pieces[-1].result.text
