@@ -63,13 +63,17 @@ class _Life:
 
 class NodeAgent:
     """The agent of an instance. It runs on one loop, in a thread that lives as long as the processes that it starts:
-    the kernel ends them with it."""
+    the kernel ends them with it. `host`: the address of its node."""
 
-    def __init__(self, node: str, command: Sequence[str] = COMMAND) -> None:
+    def __init__(self, node: str, command: Sequence[str] = COMMAND, host: str = "127.0.0.1") -> None:
         self._node = node
+        self._host = host
         self._command = command
         self._lives: dict[int, _Life] = {}  # by incarnation; the latest alone may be alive
         self._accepting: set[asyncio.Task[None]] = set()
+
+    async def host(self) -> str:
+        return self._host
 
     async def start(self, name: str, incarnation: int, frontend: Address, order: bytes) -> None:
         """Starts the process of an incarnation, connected with the frontend; `order` is the first datagram of its

@@ -24,6 +24,10 @@ class AgentLost(Exception):
 class Agent(Protocol):
     """The methods of `NodeAgent`, called from the frontend. Each raises AgentLost besides its own errors."""
 
+    async def host(self) -> str:
+        """Returns the address of its node, which may be another after a restart."""
+        ...
+
     async def start(self, name: str, incarnation: int, frontend: Address, order: bytes) -> None: ...
 
     async def wait(self, incarnation: int) -> str: ...

@@ -40,11 +40,10 @@ FIRST_START_S = 30.0  # for an agent to answer when its instance starts first; l
 
 @dataclass(frozen=True, slots=True)
 class PlacedAgent:
-    """The agent of an instance, and where it is. `host`: the address of its node. `device`: as the node calls it."""
+    """The agent of an instance, and where it is. `device`: as the node calls it."""
 
     agent: Agent
     node: str
-    host: str
     device: str
 
 
@@ -151,11 +150,12 @@ class NodeLauncher:
         give_up_s = self._clock.now() + FIRST_START_S
         model = "" if self._model is None else str(self._model)
         tls = "" if self._tls is None else str(self._tls)
-        order = Order(self._secret, place.node, start.name, start.incarnation, model, place.host, tls)
+        order = Order(self._secret, place.node, start.name, start.incarnation, model, tls=tls)
         if is_gguf_model(self._config):
             order = msgspec.structs.replace(order, gguf=self._config.model, mmproj=self._config.mmproj or "")
         while True:
             try:
+                order = msgspec.structs.replace(order, host=await place.agent.host())
                 await place.agent.start(start.name, start.incarnation, self._listener.address, encode_order(order))
             except AgentLost:
                 if start.name not in self._started and self._clock.now() >= give_up_s:
@@ -171,10 +171,10 @@ class NodeLauncher:
 
     async def _connect(self, one: NodeChild, other: NodeChild, on_failure: OnFailure) -> None:
         first, second = self._places[one.name], self._places[other.name]
-        host = "" if first.node == second.node else first.host
         ticket = secrets.token_bytes(TICKET_BYTES)
         try:
             async with asyncio.timeout(2 * CONNECT_S):
+                host = "" if first.node == second.node else await first.agent.host()
                 address = await first.agent.listen(one.incarnation, other.name, other.incarnation, ticket, host)
                 await second.agent.dial(other.incarnation, one.name, one.incarnation, ticket, address)
         except (AgentError, AgentLost) as error:

@@ -1,9 +1,10 @@
 """`--cluster ray`: an agent for each instance, placed by Ray, which also watches them and starts dead ones again.
 
-The only module that imports Ray. Nodes are called as Ray calls them: by `ray start --node-name`, else by their host
-names or addresses. One placement group holds all resources of a topology, a bundle for each device of a node, and each
-agent is an actor in its bundle, so that Ray sets the visible devices. What passes through Ray is calls of agents: no
-byte of a request.
+The only module that imports Ray. Nodes are called by a label that they have, else as Ray calls them: by `ray start
+--node-name`, their host names or addresses. A node that comes back with its label gets its instances again, at whatever
+address. One placement group holds all resources of a topology, a bundle for each device of a node, and each agent is an
+actor in its bundle, so that Ray sets the visible devices. What passes through Ray is calls of agents: no byte of a
+request.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ REACH_S = 3.0  # for a connection to the cluster's address
 PLACE_S = 8.0  # for Ray to place the bundles: what a server before this one had is free after some seconds
 START_S = 30.0  # for Ray to start the agents, each of which imports the engine
 CPU, GPU = "CPU", "GPU"  # names of Ray's resources
+LABEL = "hydra-engine/node"  # of Ray's, whose value is a node's name wherever it runs
 _MAX_NAMED = 8  # nodes named in an error
 
 
@@ -65,6 +67,9 @@ def facts() -> dict[str, str]:
 class RayAgent(NodeAgent):
     """The actor: an agent that says what its node has."""
 
+    def __init__(self, node: str) -> None:
+        super().__init__(node, host=str(import_module("ray").util.get_node_ip_address()))
+
     async def facts(self) -> dict[str, str]:
         return facts()
 
@@ -75,6 +80,9 @@ class _Calls:
     def __init__(self, actor: Any, node: str) -> None:
         self._actor = actor
         self._node = node
+
+    async def host(self) -> str:
+        return str(await self._call(self._actor.host.remote()))
 
     async def start(self, name: str, incarnation: int, frontend: Address, order: bytes) -> None:
         await self._call(self._actor.start.remote(name, incarnation, frontend, order))
@@ -127,7 +135,7 @@ class RayCluster:
         places = self._start_agents(specs, by_name, list(bundles))
         await self._check_agents(places)
         host = str(self._ray.util.get_node_ip_address())
-        return (next((_names(node)[0] for node in nodes if host in _names(node)), host), host), places
+        return (next((_name(node) for node in nodes if host in _names(node)), host), host), places
 
     def describe(self, config: EngineConfig) -> list[tuple[str, str]]:
         check_token()
@@ -136,7 +144,7 @@ class RayCluster:
         rows = [("ray", f"{ray.__version__}, with a token")]
         for node in sorted(_alive_nodes(ray), key=_names):
             resources = ", ".join(f"{node['Resources'].get(kind, 0):g} {kind}" for kind in (CPU, GPU))
-            rows.append((_names(node)[0], f"{node['NodeManagerAddress']}, {resources}"))
+            rows.append((_name(node), f"{node['NodeManagerAddress']}, {resources}"))
         self._leave(ray)
         return rows
 
@@ -165,7 +173,7 @@ class RayCluster:
 
     async def _reserve(self, bundles: Mapping[tuple[str, str], dict[str, float]]) -> None:
         """Raises ResourceError if the nodes have no room for the bundles."""
-        self._group = self._ray.util.placement_group(list(bundles.values()), strategy="PACK")
+        self._group = self._place(bundles)
         try:
             await asyncio.wait_for(self._group.ready(), PLACE_S)
         except TimeoutError as error:
@@ -178,9 +186,17 @@ class RayCluster:
                 param="topology",
             ) from error
 
+    def _place(self, bundles: Mapping[tuple[str, str], dict[str, float]]) -> Any:
+        """Returns a placement group of the bundles, those that name no address on the nodes with their label."""
+        named = [any(kind.startswith("node:") for kind in bundle) for bundle in bundles.values()]
+        selectors = [{} if has else {LABEL: node} for has, (node, _) in zip(named, bundles, strict=True)]
+        return self._ray.util.placement_group(
+            list(bundles.values()), strategy="PACK", bundle_label_selector=None if all(named) else selectors
+        )
+
     async def _fits(self, node: str, bundles: Mapping[tuple[str, str], dict[str, float]]) -> bool:
         """True if Ray can place the bundles of this node."""
-        self._group = self._ray.util.placement_group([bundle for (on, _), bundle in bundles.items() if on == node])
+        self._group = self._place({key: bundle for key, bundle in bundles.items() if key[0] == node})
         try:
             await asyncio.wait_for(self._group.ready(), 1.0)
         except TimeoutError:
@@ -211,8 +227,7 @@ class RayCluster:
             )
             self._actors.append(actor)
             device = "cuda:0" if spec.device.startswith("cuda") else spec.device
-            host = str(nodes[spec.node]["NodeManagerAddress"])
-            places[name] = PlacedAgent(_Calls(actor, spec.node), spec.node, host, device)
+            places[name] = PlacedAgent(_Calls(actor, spec.node), spec.node, device)
         return places
 
     async def _check_agents(self, places: Mapping[str, PlacedAgent]) -> None:
@@ -338,7 +353,14 @@ def _alive_nodes(ray: Any) -> list[dict[str, Any]]:
 
 
 def _names(node: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(str(node.get(key)) for key in ("NodeName", "NodeManagerHostname", "NodeManagerAddress"))
+    """Returns its label ("": it has none) and what Ray calls it."""
+    named = (str(node.get(key)) for key in ("NodeName", "NodeManagerHostname", "NodeManagerAddress"))
+    return node.get("Labels", {}).get(LABEL, ""), *named
+
+
+def _name(node: Mapping[str, Any]) -> str:
+    label, name, *_ = _names(node)
+    return label or name
 
 
 def find_node(nodes: list[dict[str, Any]], name: str) -> dict[str, Any]:
@@ -351,7 +373,7 @@ def find_node(nodes: list[dict[str, Any]], name: str) -> dict[str, Any]:
             raise ConfigError(
                 f"{len(found)} nodes are called {name}; give them names with `ray start --node-name`", param="topology"
             )
-    known = [_names(node)[0] for node in nodes]
+    known = [_name(node) for node in nodes]
     listed = ", ".join(known[:_MAX_NAMED]) + (f" and {len(known) - _MAX_NAMED} others" * (len(known) > _MAX_NAMED))
     raise ResourceError(  # it may come
         f"the Ray cluster has no node {name}, only {listed}; names are given by `ray start --node-name`",
@@ -370,8 +392,9 @@ def bundles_by_device(
     """Returns the resources of each device of each node. Raises ResourceError if a node has not so many."""
     bundles: dict[tuple[str, str], dict[str, float]] = {}
     for spec in specs.values():
-        address = nodes[spec.node]["NodeManagerAddress"]
-        bundle = bundles.setdefault((spec.node, spec.device), {CPU: 0, f"node:{address}": 0.001})
+        label, *_, address = _names(nodes[spec.node])
+        here = {} if spec.node == label else {f"node:{address}": 0.001}
+        bundle = bundles.setdefault((spec.node, spec.device), {CPU: 0} | here)
         bundle[CPU] += 1
         if _has_gpu(spec, nodes[spec.node]):
             bundle[GPU] = 1

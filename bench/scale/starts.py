@@ -41,7 +41,7 @@ class _Nodes:
         topology = config.parsed_topology
         specs = dict(zip(topology.names, topology.instances, strict=True))
         self.agents = {name: NodeAgent(spec.node, COMMAND) for name, spec in specs.items()}
-        places = {name: PlacedAgent(one, specs[name].node, "127.0.0.1", "cpu") for name, one in self.agents.items()}
+        places = {name: PlacedAgent(one, specs[name].node, "cpu") for name, one in self.agents.items()}
         return ("front", "127.0.0.1"), places
 
     def describe(self, config: EngineConfig) -> list[tuple[str, str]]:

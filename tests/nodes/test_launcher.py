@@ -79,7 +79,7 @@ class Nodes:
         for name, spec in zip(topology.names, topology.instances, strict=True):
             self.agents[name] = LosableAgent(spec.node)
         specs = dict(zip(topology.names, topology.instances, strict=True))
-        places = {name: PlacedAgent(one, specs[name].node, "127.0.0.1", "cpu") for name, one in self.agents.items()}
+        places = {name: PlacedAgent(one, specs[name].node, "cpu") for name, one in self.agents.items()}
         return ("front", "127.0.0.1"), places
 
     def describe(self, config: EngineConfig) -> list[tuple[str, str]]:

@@ -102,21 +102,23 @@ def test_the_hosts_of_the_compose_file_answer_as_one(nodes: RayNodes) -> None:
 
 
 def test_the_pods_of_kuberay_answer_as_one(nodes: RayNodes) -> None:
-    """KubeRay makes a command of `ray start` from `rayStartParams`, and gives pods the token and their addresses."""
+    """KubeRay makes a command of `ray start` from `rayStartParams` and `labels`, and gives pods the token and their
+    addresses."""
     _, job = kuberay()
     spec = job["spec"]["rayClusterSpec"]
     (nodes.folder / "hydra_keys").write_text("me:0123456789abcdef\n")
     given = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 2}
     for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
-        params = group["rayStartParams"]
+        (name,) = group["labels"].values()
+        labels = ",".join("=".join(label) for label in group["labels"].items())
         (container,) = group["template"]["spec"]["containers"]
-        words = [f"--{name}={value}" for name, value in params.items()]
+        words = [f"--{param}={value}" for param, value in group["rayStartParams"].items()]
         words += [f"--num-cpus={container['resources']['limits']['cpu']}"]
-        words += [f"--node-ip-address={HOSTS[params['node-name']]}", "--block"]
+        words += [f"--labels={labels}", f"--node-ip-address={HOSTS[name]}", "--block"]
         is_head = group is spec["headGroupSpec"]
         words += ["--head", f"--port={nodes.address.split(':')[1]}"] if is_head else [f"--address={nodes.address}"]
         variables = given | {variable["name"]: variable["value"] for variable in container["env"]}
-        nodes.launch(params["node-name"], [str(nodes.programs / "ray"), "start", *words], **variables)
+        nodes.launch(name, [str(nodes.programs / "ray"), "start", *words], **variables)
     _, _, *words = shlex.split(job["spec"]["entrypoint"].replace("/run/secrets/hydra", str(nodes.folder)))
     words[words.index("0.0.0.0")] = "127.0.0.1"
     # As KubeRay and Ray's jobs set it for the head's container.

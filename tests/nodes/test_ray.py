@@ -77,6 +77,8 @@ def test_without_ray_a_sentence_says_how_to_install_it(monkeypatch: pytest.Monke
 def test_nodes_have_the_names_that_ray_has_for_them() -> None:
     for name, address in (("a", "10.0.0.1"), ("host1", "10.0.0.1"), ("10.0.0.3", "10.0.0.3")):
         assert ray_launcher.find_node(NODES, name)["NodeManagerAddress"] == address
+    pod = NODES[1] | {"Labels": {ray_launcher.LABEL: "pod"}}
+    assert ray_launcher.find_node([NODES[0], pod], "pod") is ray_launcher.find_node([NODES[0], pod], "b") is pod
     with pytest.raises(ConfigError, match="2 nodes are called host2; give them names with `ray start --node-name`"):
         ray_launcher.find_node(NODES, "host2")
     with pytest.raises(ResourceError, match="the Ray cluster has no node d, only a, b, c;"):
@@ -97,6 +99,9 @@ def test_instances_of_one_device_share_a_bundle_and_each_device_has_its_own() ->
     assert ray_launcher.bundles_by_device(one_gpu, nodes) == {
         ("b", "auto"): {"CPU": 1, "GPU": 1, "node:10.0.0.2": 0.001}
     }
+    labelled = {"pod": NODES[1] | {"Labels": {ray_launcher.LABEL: "pod"}}}
+    specs = {"e0": InstanceSpec(Role.E, "auto", "pod")}
+    assert ray_launcher.bundles_by_device(specs, labelled) == {("pod", "auto"): {"CPU": 1, "GPU": 1}}, "anywhere"
     for topology, sentence in (
         ("3EPD@a", "node a has 2 CPU for Ray and the topology needs 3 there; start Ray with --num-cpus or"),
         ("E@b:cuda:0+P@b:cuda:1+D@b:cuda:2", "node b has 2 GPU for Ray and the topology needs 3 there"),
@@ -231,7 +236,7 @@ def cluster(programs: Path, host: str) -> Iterator[RayNodes]:
 @pytest.fixture(scope="module")
 def nodes(programs: Path) -> Iterator[RayNodes]:
     with cluster(programs, "127.0.0.1") as started:
-        started.start("b", "127.0.0.2")
+        started.start("b", "127.0.0.2", "--labels", f"{ray_launcher.LABEL}=encoder")
         yield started
 
 
@@ -280,7 +285,7 @@ TEXT = next(question for question in QUESTIONS if not question["picture"])
 @pytest.mark.timeout(480)
 def test_two_nodes_answer_as_one_and_any_of_them_may_die(nodes: RayNodes) -> None:
     command = [str(nodes.programs / "python"), *COMMAND[1:]]
-    options = ["--cluster", "ray", "--ray-address", nodes.address, "--topology", "E@b+PD@a"]
+    options = ["--cluster", "ray", "--ray-address", nodes.address, "--topology", "E@encoder+PD@a"]
     server = Served(*options, command=command, environment=nodes.environment)
     try:
         for question in (PICTURES[0], TEXT):
@@ -298,7 +303,7 @@ def test_two_nodes_answer_as_one_and_any_of_them_may_die(nodes: RayNodes) -> Non
         assert status == 503 and seconds < REFUSED_S, (status, said, seconds)
         assert ask(server, TEXT)[:2] == (200, TEXT["answer"])
         nodes.end("b")
-        nodes.start("b", "127.0.0.2")
+        nodes.start("b", "127.0.0.3", "--labels", f"{ray_launcher.LABEL}=encoder")  # as a pod that is replaced
         wait_ready(server)
         for question in QUESTIONS:
             assert ask(server, question)[:2] == (200, question["answer"])

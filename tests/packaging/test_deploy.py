@@ -299,7 +299,7 @@ def test_the_pods_of_kuberay_are_nodes_of_its_topology() -> None:
     serve, model, *words = job["spec"]["entrypoint"].split()[1:]
     assert (serve, model) == ("serve", "demo") and served_flags(" ".join(words)) <= SERVE
     flags = dict(zip(words[::2], words[1::2], strict=True))
-    assert nodes_in(flags["--topology"]) == {group["rayStartParams"]["node-name"] for group in groups}
+    assert nodes_in(flags["--topology"]) == {group["labels"]["hydra-engine/node"] for group in groups}
     assert [group["groupName"] for group in workers] == ["b", "c"]
     assert spec["authOptions"] == {"mode": "token"}
     assert f'"ray=={spec["rayVersion"]}"' in text_of(ROOT / "tools" / "ray_environment.py")

@@ -23,7 +23,15 @@ FOREIGN = {
     "CHANGELOG.md": {"enable-auto-tool-choice"},  # vLLM's, which changes nothing here
     # vLLM's and SGLang's: refused here, or taken because they change nothing
     "docs/cli.md": {"tensor-parallel-size", "enable-auto-tool-choice", "enable-metrics"},
-    "docs/cluster.md": {"build-arg", "head", "address", "node-name", "num-cpus", "generate"},  # docker and Ray
+    "docs/cluster.md": {
+        "build-arg",
+        "head",
+        "address",
+        "node-name",
+        "labels",
+        "num-cpus",
+        "generate",
+    },  # docker and Ray
     "docs/models.md": {"write", "index-url"},  # of the module that writes its table, and pip
     "docs/quickstart.md": {"extra-index-url"},  # pip
     "docs/gpu.md": {"rm", "gpus", "entrypoint"},  # docker
