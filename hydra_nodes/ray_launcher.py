@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import ctypes
 import logging
 import os
 import signal
@@ -268,7 +269,7 @@ class RayCluster:
             await asyncio.sleep(REAPING_S)
         if leaving.is_alive() or not has_head:
             logger.warning("Ray does not answer: it ends its agents once it finds that this server is gone")
-            atexit.register(_exit_at_once)
+            _exit_without(ray)
 
     async def _reaches_head(self) -> bool:
         """True if Ray's head takes connections or was not joined. Without it, Ray aborts a process that leaves."""
@@ -298,11 +299,12 @@ class RayLauncher(NodeLauncher):
         super().__init__(config, RayCluster())
 
 
-def _exit_at_once() -> None:
-    """Ends this process while a thread of it waits in Ray, which would wait here again, and crash behind that."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+def _exit_without(ray: Any) -> None:
+    """Makes this process end without Ray, which would wait for its head again, and crash behind that: with the exit
+    code that it is ended with, once Python has ended."""
+    atexit.unregister(ray.shutdown)
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)  # ahead of what Ray has registered; it gets the exit code
 
 
 def check_token() -> None:

@@ -312,3 +312,31 @@ def test_two_nodes_answer_as_one_and_any_of_them_may_die(nodes: RayNodes) -> Non
     finally:
         server.end()
     assert server.process.returncode == 0 and not any(is_named(pid, "hydra_nodes") for pid in pids), "nothing stays"
+
+
+HEADLESS = """
+import asyncio, os, signal, sys
+from hydra_engine.config import ClusterConfig, EngineConfig
+from hydra_nodes.ray_launcher import RayCluster
+
+async def main():
+    cluster = RayCluster()
+    on = ClusterConfig(launcher="ray", ray_address=sys.argv[1])
+    await cluster.place(EngineConfig(topology="EPD@a", cluster=on))
+    os.kill(int(sys.argv[2]), signal.SIGKILL)
+    await cluster.free()
+
+asyncio.run(main())
+print("left")
+sys.exit(5)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_without_its_head_a_process_ends_with_its_own_exit_code(programs: Path) -> None:
+    with cluster(programs, "127.0.0.1") as started:
+        (head,) = [pid for pid in descendants(started.processes["a"].pid) if is_named(pid, "gcs_server")]
+        command = [str(programs / "python"), "-c", HEADLESS, started.address, str(head)]
+        done = subprocess.run(command, env=started.environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (5, "left\n"), done.stderr
