@@ -147,6 +147,7 @@ def test_ray_that_is_not_reached_and_another_token(refusal: Refusal, nodes: RayN
     doctor += ["--ray-address", nodes.address]
     said = subprocess.run(doctor, env=nodes.environment, capture_output=True, text=True, timeout=120).stdout
     assert "\n  ray                  2." in said and f"127.0.0.2, {CPU_NODES} CPU, 1 GPU\n" in said
+    assert "\n  NIXL here " in said and "\n  RDMA here " in said
 
 
 def test_cpus_that_others_use(refusal: Refusal, nodes: RayNodes) -> None:
