@@ -89,7 +89,9 @@ def start(count: int) -> dict[str, Any]:
 async def _start(count: int) -> dict[str, Any]:
     nodes, listener = _Nodes(), _Listener()
     topology = "+".join(f"EPD@n{number}" for number in range(count))
-    config = EngineConfig(topology=topology, device="cpu", cluster=ClusterConfig(launcher="ray", fence_s=60.0))
+    config = EngineConfig(
+        topology=topology, device="cpu", cluster=ClusterConfig(launcher="ray", suspect_s=30.0, fence_s=60.0)
+    )
     with mock.patch.object(supervisor_module, "load_launcher", lambda _, config: NodeLauncher(config, nodes)):
         supervisor = Supervisor(config, processes=True)
     began_s, cpu_s = time.monotonic(), time.process_time()

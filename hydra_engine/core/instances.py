@@ -134,7 +134,7 @@ class Topology:
         for part in re.split(r"[+,]", spread):
             count, spec = _part(text, part.strip(), nodes=nodes)
             if len(instances) + count > MAX_INSTANCES:
-                raise _refused(text, f"there can be at most {MAX_INSTANCES} instances")
+                raise _refused(text, f"there can be at most {MAX_INSTANCES} instances; start a second server for more")
             instances.extend([spec] * count)
         topology = cls(tuple(instances))
         _check_stages(topology, Role.P | Role.D)
