@@ -245,6 +245,28 @@ def test_no_decode_stays_beside_prompts_that_keep_coming_to_the_only_one_that_pr
     assert stays(), "no decode runs: the prompts have come at once, and no others will"
 
 
+def test_short_answers_stay_away_from_the_decoder_where_others_would_wait_for_their_prompts() -> None:
+    instances = table("P+PD")
+    decoder = instances["pd0"]
+    for one in instances.values():
+        one.pace = Pace(Line(0.0, 1e-4), Line(0.01, 0.0), chunk_s=0.1, limit_s=0.1)
+    instances["p0"].prefill_tokens, decoder.expected_decodes, decoder.expected_tokens = 2000, 4, 2000
+
+    def late_s(left: int) -> float:
+        return Estimate(decoder, ahead=True).delayed_s(500, 0.2, left)
+
+    assert late_s(2) == pytest.approx(4 * 0.05 * 0.05 / 0.2), "a quarter of four decodes, half of a step each"
+    assert late_s(3) == 0.0, "its next step is shorter than the limit by more"
+    assert Estimate(decoder).late_s == 0.0, "this instant none is on its way"
+
+    def prefills(answer: int) -> str:
+        return routed(instances, make_request(1, prompt=500, max_new=answer)).prefill
+
+    assert prefills(2) == "p0" and prefills(3) == "pd0"
+    decoder.expected_decodes = decoder.expected_tokens = 0
+    assert prefills(2) == "pd0"
+
+
 def test_pictures_leave_a_slow_instance_where_another_is_done_sooner() -> None:
     instances = table("EP+E+D")
     instances["ep0"].patches, instances["e0"].patches = 10, 10

@@ -61,6 +61,7 @@ class Estimate:
         "_share",
         "_step_s",
         "full",
+        "late_s",
         "load",
         "stall_s",
         "state",
@@ -92,6 +93,13 @@ class Estimate:
                 self._share += 0.5 * (1 - self._share) * later / self._count
         # Half of the step that runs.
         self._running_s = 0.5 * min(self._step_s + self._prompts_s, pace.limit_s)
+        # Seconds by which the second token of a decode from another instance comes too late beside prompts here: it
+        # waits for half of a full step and for one of its own.
+        self.late_s = 0.0
+        if ahead and load.expected_decodes:
+            full_s, limit_s = self._step_s + pace.chunk_s, pace.limit_s
+            copy_s = pace.kv_token_s * load.expected_tokens / load.expected_decodes
+            self.late_s = copy_s + 1.5 * (full_s if full_s < limit_s else limit_s) - limit_s
         # Seconds of the copies that come first. Some of those that arrive wait for the step that runs or for their own.
         arriving_s = pace.kv_token_s * load.arriving_tokens - self._running_s - self._step_s
         self._arriving_s = arriving_s if arriving_s > 0.0 else 0.0
@@ -116,6 +124,15 @@ class Estimate:
         queue_s = self.prefilled_s(tokens, 0)
         behind_s = features_s + (self._base_s + self._each_s * tokens) / self._share
         return behind_s if behind_s > queue_s else queue_s
+
+    def delayed_s(self, tokens: int, first_s: float, left: int) -> float:
+        """Seconds by which the decodes that come from other instances will be late in all while a prompt of `tokens` is
+        computed here, whose first token comes in `first_s` seconds. Each has `left` tokens to come, as the prompt's own
+        decode, and steps that are shorter than the limit make up for its second token."""
+        late_s = self.late_s
+        if left > 2:
+            late_s -= (left - 2) * (self.load.pace.limit_s - self._step_s)
+        return self.load.expected_decodes * late_s * self._each_s * tokens / first_s if late_s > 0.0 else 0.0
 
     def join(self, tokens: int, left: int, running: int = 0) -> Decode:
         """Cost of a decode of `left` tokens if it joins those there with `tokens` tokens. In its time about as many

@@ -206,6 +206,8 @@ class Router:
             (late_s, slow_s, _), decoder = helpers.decode(estimate)
             if first_s > ttft_s:
                 late_s += first_s - ttft_s
+            if estimate.late_s > 0.0 and load.role._value_ & _D:
+                late_s += estimate.delayed_s(todo, first_s, request.max_new_tokens)
             key = estimate.full, late_s, first_s + slow_s + estimate.stall_s * todo, turns.get(load.name, 0)
             if least is None or key < least:
                 least, chosen = key, (load, remote, decoder)
