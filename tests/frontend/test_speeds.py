@@ -231,7 +231,7 @@ def test_no_decode_stays_beside_prompts_that_keep_coming_to_the_only_one_that_pr
     instances = table("PD+D")
     prefiller, decoder = instances["pd0"], instances["d0"]
     for one in (prefiller, decoder):
-        one.pace = Pace(Line(0.0, 1e-4), Line(0.01, 0.0))
+        one.pace = Pace(Line(0.0, 1e-4), Line(0.01, 0.0), limit_s=0.1)
     prefiller.decodes, decoder.decodes = 1, 6
     request = make_request(1, prompt=500)
 
@@ -243,6 +243,10 @@ def test_no_decode_stays_beside_prompts_that_keep_coming_to_the_only_one_that_pr
     assert not stays()
     prefiller.later_decodes, decoder.later_decodes = 1, 6
     assert stays(), "no decode runs: the prompts have come at once, and no others will"
+    prefiller.later_decodes, decoder.later_decodes = 0, 0
+    for one in (prefiller, decoder):
+        one.pace = Pace(Line(0.0, 1e-4), Line(0.01, 0.0))
+    assert stays(), "without a limit for their steps decodes wait as the work that is there asks for"
 
 
 def test_short_answers_stay_away_from_the_decoder_where_others_would_wait_for_their_prompts() -> None:
