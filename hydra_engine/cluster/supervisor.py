@@ -205,10 +205,11 @@ class Supervisor:
                 )
                 child.kill()
             case BlockFormat():
-                member.format = message
                 if problem := self._find_difference(member, message):
                     self._on_failed(member, ConfigError(problem))
                     child.kill()
+                else:
+                    member.format = message
             case Ready():
                 self._on_ready(member, child, message, now)
             case Failed():
