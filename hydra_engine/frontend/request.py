@@ -343,6 +343,7 @@ class Attempt:
     # By position: tokens that came before another instance's earlier ones.
     early_tokens: dict[int, Delta] = field(default_factory=dict)
     prefilled_s: float = 0.0  # the time of its first token
+    num_routed: int = 0  # requests that had been routed by then
     replaced_decoder: str = ""  # the previous decoder, which may have the KV nevertheless
     victim: str = ""  # the instance that was asked to hand over to `decoder`
     late_victim_tokens: int = 0  # tokens that the victim has sent since

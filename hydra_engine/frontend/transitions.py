@@ -429,6 +429,8 @@ class Dispatcher:
             for name in sorted(attempt.instances):
                 self.abort_at(in_flight, name)
             del self.by_id[attempt.id]
+            if attempt.prefilled_s:
+                self._router.arrivals.on_answer(attempt.num_routed, in_flight.num_known - attempt.base - 1)
         in_flight.leave(blame)
 
     def _start_over_alone(self, in_flight: RequestInFlight, now: float) -> None:
@@ -680,7 +682,7 @@ class Dispatcher:
             active.on_late(delta.late)
         piece = active.on_tokens(num_known, delta.token_ids, delta.time_s, delta.logprobs)
         if first:
-            attempt.prefilled_s = delta.time_s
+            attempt.prefilled_s, attempt.num_routed = delta.time_s, self._router.arrivals.count
             attempt.release_prefill()
         attempt.decode_charge.grow(len(delta.token_ids))
         if piece is not None:

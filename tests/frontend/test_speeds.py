@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -227,26 +229,27 @@ def test_a_decode_that_comes_waits_for_prompts_and_copies_that_are_not_done_by_t
     assert late_s(0.1) == pytest.approx(0.03)
 
 
-def test_no_decode_stays_beside_prompts_that_keep_coming_to_the_only_one_that_prefills() -> None:
+@pytest.mark.parametrize("limit_s", [0.1, math.inf])
+def test_no_decode_stays_beside_prompts_that_keep_coming_to_the_only_one_that_prefills(limit_s: float) -> None:
     instances = table("PD+D")
     prefiller, decoder = instances["pd0"], instances["d0"]
     for one in (prefiller, decoder):
-        one.pace = Pace(Line(0.0, 1e-4), Line(0.01, 0.0), limit_s=0.1)
+        one.pace = Pace(Line(0.0, 1e-4), Line(0.01, 0.0), limit_s=limit_s)
     prefiller.decodes, decoder.decodes = 1, 6
-    request = make_request(1, prompt=500)
+    router, request = Router(instances), make_request(1, prompt=500)
 
     def stays() -> bool:
-        return not routed(instances, request).moves
+        route = router.route(request)
+        assert isinstance(route, Route)
+        return not route.moves
 
     assert stays()
     prefiller.prefill_tokens = 5000
+    assert stays(), "no answer has ended: the prompts have come at once, and no others will"
+    router.arrivals.on_answer(router.arrivals.count - 1, 1)
     assert not stays()
-    prefiller.later_decodes, decoder.later_decodes = 1, 6
-    assert stays(), "no decode runs: the prompts have come at once, and no others will"
-    prefiller.later_decodes, decoder.later_decodes = 0, 0
-    for one in (prefiller, decoder):
-        one.pace = Pace(Line(0.0, 1e-4), Line(0.01, 0.0))
-    assert stays(), "without a limit for their steps decodes wait as the work that is there asks for"
+    prefiller.prefill_tokens = 0
+    assert stays(), "those that come do not wait"
 
 
 def test_short_answers_stay_away_from_the_decoder_where_others_would_wait_for_their_prompts() -> None:

@@ -134,22 +134,21 @@ class Estimate:
             late_s -= (left - 2) * (self.load.pace.limit_s - self._step_s)
         return self.load.expected_decodes * late_s * self._each_s * tokens / first_s if late_s > 0.0 else 0.0
 
-    def join(self, tokens: int, left: int, running: int = 0) -> Decode:
-        """Cost of a decode of `left` tokens if it joins those there with `tokens` tokens. Within a TPOT
-        limit as many prompts as wait now will take turns with it, but no more than decodes are `running` on all
-        instances, since about so many come in its time. Without one it takes from what waits now."""
+    def join(self, tokens: int, left: int, coming: float = 0.0) -> Decode:
+        """Cost of a decode of `left` tokens if it joins those there with `tokens` tokens. As many prompts as wait now
+        will take turns with it, but no more than `coming`: those that come to all instances in its time. Without a TPOT
+        limit it delays those that wait now."""
         load, before_s, count = self.load, self._step_s, self._count
         limit_s = load.pace.limit_s
         after_s, turns = self._decode_s(1, tokens)
         own_s, more_s = turns * after_s, after_s - before_s
         late_s, slow_s = 0.0, left * (own_s + count * more_s)
-        if limit_s == math.inf:
-            if waits_s := self._prompts_s + self._pictures_s:
-                slow_s += waits_s / self._left(after_s) - waits_s / self._share
-        elif load.prefill_tokens:
+        if limit_s == math.inf and (waits_s := self._prompts_s + self._pictures_s):
+            slow_s += waits_s / self._left(after_s) - waits_s / self._share
+        if load.prefill_tokens:
             waiting = load.prefill_tokens / tokens
-            if waiting > running:
-                waiting = running
+            if waiting > coming:
+                waiting = coming
             beside_s, chunk_s = waiting * after_s, load.pace.chunk_s
             if beside_s > chunk_s:
                 beside_s = chunk_s

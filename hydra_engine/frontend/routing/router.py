@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from operator import itemgetter
@@ -18,6 +18,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from hydra_engine.core.instances import Condition, Role
 from hydra_engine.core.request import ImageItem, Request
+from hydra_engine.frontend.routing.arrivals import Arrivals
 from hydra_engine.frontend.routing.estimate import ANSWER_TOKENS, Decode, Estimate, Estimates
 from hydra_engine.frontend.routing.instances import InstanceLoad, prefillers
 
@@ -66,6 +67,7 @@ class _Helpers:
         able: Sequence[InstanceLoad],
         request: Request,
         patches: int,
+        per_token: float,
     ) -> None:
         self._tokens, self._left = request.num_prompt, min(request.max_new_tokens, ANSWER_TOKENS)
         self._joined: dict[str, Decode] = {}
@@ -78,14 +80,14 @@ class _Helpers:
         encoders = [(estimates[load.name].encoded_s(part), load) for load in encode]
         self.encoders = _Ranking(encoders)
         self.encoders_apart = _Ranking([entry for entry in encoders if not entry[1].role._value_ & _P])
-        self._running = _running(ready)
+        self._coming = per_token * self._left
 
     def rank_decoders(self, ready_s: float) -> None:
         """Ranks the decoders for a prompt that is computed in `ready_s` seconds."""
         decoders = []
         for load in _helping(self._ready, self._apart, self._able, _D):
             estimate = self._estimates[load.name]
-            joined = self._joined[load.name] = estimate.join(self._tokens, self._left, self._running)
+            joined = self._joined[load.name] = estimate.join(self._tokens, self._left, self._coming)
             decoders.append(((estimate.full, estimate.arrive(self._tokens, joined, ready_s)), load))
         self._decoders = _Ranking(decoders)
         self._decoders_apart = _Ranking([entry for entry in decoders if not entry[1].role._value_ & _P])
@@ -96,7 +98,7 @@ class _Helpers:
         if not load.role._value_ & _D:
             best = self._decoders.best_for(load)
             return ((0.0, 0.0, 0.0), "") if best is None else (best[0][1], best[1].name)
-        own = self._joined.get(load.name) or estimate.join(self._tokens, self._left, self._running)
+        own = self._joined.get(load.name) or estimate.join(self._tokens, self._left, self._coming)
         best = self._decoders_apart.best_for(load)
         if best is not None and best[0] < (estimate.full, own):
             return best[0][1], best[1].name
@@ -134,11 +136,6 @@ def _helping(
     return [load for load in others if load.role._value_ & stage]
 
 
-def _running(instances: Iterable[InstanceLoad]) -> int:
-    """The decodes whose first token has come."""
-    return sum([load.decodes - load.later_decodes for load in instances])
-
-
 class Router:
     """The choice of instances for requests, over `instances`, which the caller keeps up to date. `policy`:
     least-loaded, affinity (counts what an instance has probably cached as done) or round-robin."""
@@ -146,6 +143,7 @@ class Router:
     def __init__(self, instances: Mapping[str, InstanceLoad], policy: str = LEAST_LOADED) -> None:
         self._instances = instances
         self._policy = policy
+        self.arrivals = Arrivals()
         self._turn = 0
         self._estimates = Estimates(ahead=False)
         self._later_estimates = Estimates(ahead=True)  # of what takes effect behind what waits now
@@ -169,6 +167,7 @@ class Router:
         else:
             prefill, remote, decoder = self._choose_prefill(request, able)
             moves = decoder != prefill.name
+        self.arrivals.count += 1
         self._took("P", prefill.name)
         self._remember_prefill(request, prefill.name)
         here = Role.P | (Role(0) if remote else Role.E) | (Role(0) if moves else Role.D)
@@ -181,8 +180,9 @@ class Router:
         patches = sum(image.num_patches for image in request.images)
         ready, current = Condition.READY, self._later_estimates.current
         estimates = {name: current(load) for name, load in self._instances.items() if load.condition is ready}
-        helpers, turns = _Helpers(estimates, able, request, patches), self._turns["P"]
-        hits, ttft_s = self._hits(request), math.inf if request.slo.ttft_s is None else request.slo.ttft_s
+        helpers = _Helpers(estimates, able, request, patches, self.arrivals.per_token)
+        turns, hits = self._turns["P"], self._hits(request)
+        ttft_s = math.inf if request.slo.ttft_s is None else request.slo.ttft_s
         prefills: list[tuple[InstanceLoad, Estimate, float, bool, int]] = []
         soonest_s = math.inf
         for load in able:
@@ -252,11 +252,12 @@ class Router:
             candidates = [other for other in candidates if not other.serves(Role.P)]
         if not candidates:
             return Role.D
-        left, running = min(left, ANSWER_TOKENS), _running(self._instances.values())
+        left = min(left, ANSWER_TOKENS)
+        coming = self.arrivals.per_token * left
 
         def cost(load: InstanceLoad) -> tuple[float, ...]:
             estimate = self._estimates.current(load)
-            return estimate.full, *estimate.arrive(num_tokens, estimate.join(num_tokens, left, running))
+            return estimate.full, *estimate.arrive(num_tokens, estimate.join(num_tokens, left, coming))
 
         return self._choose("D", candidates, cost).name
 
