@@ -84,6 +84,9 @@ def test_every_topology_gives_the_tokens_of_one_instance(
     moved, through_host = (sum(getattr(r, name) for r in reports) for name in ("pulled_bytes", "host_bytes"))
     assert (moved > 0) == (topology not in ("EPD", "2EPD")), "whether anything went from one instance to another"
     assert through_host == (moved if options.get("transport") == "host" else 0)
+    kv, features = (sum(getattr(r, name) for r in reports) for name in ("kv_tokens", "feature_tokens"))
+    one_of_them = {"E+PD": (False, True), "EP+D": (True, False)}
+    assert (kv > 0, features > 0) == one_of_them.get(topology, (moved > 0, moved > 0)), "what is cut, and nothing else"
 
 
 @pytest.mark.slow

@@ -169,14 +169,19 @@ class Rig:
 
     def submitted(self, name: str) -> Submit:
         """The only message for that instance."""
-        (message,) = self.take(name)
+        message = self._only(name)
         assert isinstance(message, Submit), message
         return message
 
     def encode(self, name: str) -> Encode:
-        (message,) = self.take(name)
+        message = self._only(name)
         assert isinstance(message, Encode), message
         return message
+
+    def _only(self, name: str) -> ToInstance:
+        messages = self.take(name)
+        assert len(messages) == 1, messages
+        return messages[0]
 
     def aborted(self, name: str) -> list[int]:
         messages = self.take(name)
