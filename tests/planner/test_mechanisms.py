@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from pathlib import Path
 from random import Random
 
 import pytest
 
+from bench.common import commit
 from tools.mutations import ROOT, mutations, rows, survivors
 
 
@@ -31,5 +31,4 @@ def test_each_mutation_changes_the_source_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_tests_fail_without_their_mechanism() -> None:
     """Tries six of them, drawn by the commit."""
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert survivors(Random(head.stdout).sample(mutations(), 6)) == []
+    assert survivors(Random(commit()).sample(mutations(), 6)) == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from bench.common import commit
 from hydra_engine.__main__ import main
 from hydra_engine.errors import ConfigError
 from hydra_planner.commands.reproduce import SIMULATED, encoded, result_of, stored_results
@@ -293,8 +293,7 @@ def test_some_stored_loads_come_out_as_they_are_stored() -> None:
     for experiment in EXPERIMENTS:
         if (one := STORED.get(experiment.name)) is not None:
             result_of(experiment, scale_of(one.scale, stored), keys)
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    drawn = Random(head.stdout).sample(sorted(keys), 12)
+    drawn = Random(commit()).sample(sorted(keys), 12)
     repeating = Repeating(drawn)
     for experiment in EXPERIMENTS:
         if (one := STORED.get(experiment.name)) is not None:
