@@ -203,13 +203,14 @@ class StateRows:
     state in read_slots[r] (a state of zeros if starts[r] is 0, whatever the slot holds) and leaves its state in
     write_slots[r], which no other row of the step reads or writes.
 
-    Built on the host: ops use what `Ops.plan_states` returns for it, or the result of `Ops.plan_decode_states`.
+    Built on the host: ops use what `Ops.plan_states` returns for it, or the result of `Ops.plan_decode_states` or
+    `Ops.plan_mixed_states`.
     """
 
     cu_q: Tensor  # [B + 1]
     starts: Tensor  # [B]
     read_slots: Tensor  # [B]
-    write_slots: Tensor  # [B]; -1: the state is not stored, only in results of `plan_decode_states`
+    write_slots: Tensor  # [B]; -1: the state is not stored, only in rows that are on the device
     native: Any = None  # the implementation's own data, opaque
 
     def lists(self) -> tuple[list[int], list[int], list[int], list[int]]:
@@ -544,6 +545,14 @@ class Ops(Protocol):
 
         A row whose entry in `write_slots` is -1 stores no state. Raises ValueError if the implementation plans on the
         host.
+        """
+        ...
+
+    def plan_mixed_states(self, rows: StateRows, num_tokens: int) -> StateRows:
+        """Prepares a step of decodes and prompts from device tensors, which are read at launch time: capturable.
+
+        num_tokens: T of the step. Tokens after the last row's are padding, with undefined results; rows without tokens
+        are padding, with -1 in `write_slots`. Raises ValueError if the implementation plans on the host.
         """
         ...
 

@@ -17,12 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hydra_kernels._attention import tile_of_segment
 from hydra_kernels._checks import check_rows, check_vector, described
 from hydra_kernels._sizes import cdiv, next_power_of_2
 from hydra_kernels.activation import activate
 
 TILE = 16  # tokens of a tile, if rows have more than one
 MAX_TAPS = 16  # at most TILE, so that only the first tile of a row reads the state
+_MAX_SEARCHED = 1024  # rows that a program can search for its tile
 
 
 class _Launch(NamedTuple):
@@ -58,7 +60,7 @@ def _inputs(
     return tl.where(at < 0, past, here)
 
 
-@triton.jit(do_not_specialize_on_alignment=_CHANGING)
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=_CHANGING)
 def _causal_conv_kernel(
     x: tl.tensor,
     weight: tl.tensor,
@@ -71,16 +73,22 @@ def _causal_conv_kernel(
     writes: tl.tensor,
     stride_x: tl.tensor,
     stride_place: tl.tensor,
+    num_rows: tl.tensor,
     TAPS: tl.constexpr,
     BEFORE: tl.constexpr,
     CHANNELS: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    SEARCH: tl.constexpr,
 ) -> None:
     """Computes `causal_conv` of a tile of TOKENS tokens and COLUMNS channels; in a row's first tile also writes its
-    state. Grid (tiles, blocks of channels). BEFORE: the least power of two >= TAPS - 1."""
-    row = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
-    first = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    state. Grid (tiles, blocks of channels). BEFORE: the least power of two >= TAPS - 1. SEARCH: 0 if `tiles` says which
+    row and tokens a tile has; else as in `tile_of_segment`."""
+    if SEARCH > 0:
+        row, first = tile_of_segment(cu_q, num_rows, TOKENS, SEARCH)
+    else:
+        row = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
+        first = tl.load(tiles + 2 * tl.program_id(0) + 1)
     begin = tl.load(cu_q + row)
     count = tl.load(cu_q + row + 1) - begin
     oldest = tl.where(tl.load(starts + row) != 0, 1 - TAPS, 0)
@@ -110,7 +118,7 @@ def causal_conv(
     x: Tensor,
     weight: Tensor,
     states: Tensor,
-    tiles: Tensor,
+    tiles: Tensor | None,
     cu_q: Tensor,
     starts: Tensor,
     reads: Tensor,
@@ -126,7 +134,9 @@ def causal_conv(
     -1. cu_q: [B + 1]; starts, reads, writes: [B]; int64.
 
     tiles: [M, 2] int32, row and first token (counted in the row) of each tile of `tokens` tokens; each row has a tile
-    at token 0, also if it is empty. tokens: 1 if no row has more, else TILE. Reads nothing back from the device.
+    at token 0, also if it is empty. None, for at most 1024 rows that only the device knows: launches programs for as
+    many tiles as T tokens can have, which search cu_q; rows without tokens then write no state, and results of tokens
+    from cu_q[B] on are undefined. tokens: 1 if no row has more, else TILE. Reads nothing back from the device.
     """
     taps = _check(x, weight, states)
     if tokens not in (1, TILE):
@@ -135,23 +145,31 @@ def causal_conv(
     for name, vector, size in (("cu_q", cu_q, batch + 1), ("starts", starts, None), ("reads", reads, batch)):
         check_vector(name, vector, size, torch.int64, x.device)
     check_vector("writes", writes, batch, torch.int64, x.device)
-    if tiles.dim() != 2 or tiles.shape[1] != 2 or not tiles.is_contiguous() or tiles.device != x.device:
+    if tiles is None:
+        if batch > _MAX_SEARCHED or tokens != TILE:
+            raise ValueError(f"tiles: expected [M, 2] for {batch} rows with tiles of {tokens} tokens, got None")
+        num_tiles = x.shape[0] // TILE + batch if x.shape[0] else 0  # each row has at most one partial tile
+    elif tiles.dim() != 2 or tiles.shape[1] != 2 or not tiles.is_contiguous() or tiles.device != x.device:
         raise ValueError(f"tiles: expected contiguous [M, 2] torch.int32 on {x.device}, got {described(tiles)}")
-    check_vector("tiles", tiles.view(-1), None, torch.int32, x.device)
+    else:
+        check_vector("tiles", tiles.view(-1), None, torch.int32, x.device)
+        num_tiles = tiles.shape[0]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     channels = x.shape[1]
-    if tiles.shape[0] and channels:
+    if num_tiles and channels:
         launch = _ONE_TOKEN if tokens == 1 else _TILED
         columns = min(launch.channels, next_power_of_2(channels))
-        _causal_conv_kernel[(tiles.shape[0], cdiv(channels, columns))](
+        _causal_conv_kernel[(num_tiles, cdiv(channels, columns))](
             *(x, weight, states, out, tiles, cu_q, starts, reads, writes),
             x.stride(0),
             states.stride(0),
+            batch,
             TAPS=taps,
             BEFORE=next_power_of_2(taps - 1),
             CHANNELS=channels,
             TOKENS=tokens,
             COLUMNS=columns,
+            SEARCH=next_power_of_2(batch) if tiles is None else 0,
             num_warps=launch.warps,
         )
     return out

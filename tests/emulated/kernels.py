@@ -354,7 +354,7 @@ def _causal_conv(
     x: Tensor,
     weight: Tensor,
     states: Tensor,
-    tiles: Tensor,
+    tiles: Tensor | None,
     cu_q: Tensor,
     starts: Tensor,
     reads: Tensor,
@@ -363,7 +363,8 @@ def _causal_conv(
     tokens: int,
 ) -> Tensor:
     with _places(states, writes) as (cache, written):
-        return OPS.causal_conv(x, weight, cache, 0, StateRows(cu_q, starts, reads, written))
+        rows = StateRows(cu_q, starts, reads, written)
+        return OPS.causal_conv(x, weight, cache, 0, rows if tiles is not None else OPS.plan_mixed_states(rows, len(x)))
 
 
 def _delta_rule(
@@ -381,9 +382,8 @@ def _delta_rule(
     writes: Tensor,
 ) -> Tensor:
     with _places(states, writes) as (cache, written):
-        return OPS.delta_rule(
-            DeltaInputs(q, k, v, a, b, rates, shift), cache, 0, StateRows(cu_q, starts, reads, written)
-        )
+        rows = OPS.plan_mixed_states(StateRows(cu_q, starts, reads, written), len(v))
+        return OPS.delta_rule(DeltaInputs(q, k, v, a, b, rates, shift), cache, 0, rows)
 
 
 @contextmanager

@@ -182,11 +182,11 @@ PLACES = torch.zeros(5, dtype=torch.int64)
 TILES = torch.zeros(4, 2, dtype=torch.int32)
 
 
-def convolution(tokens: int) -> object:
+def convolution(tokens: int, tiles: torch.Tensor | None = TILES) -> object:
     """A causal convolution of the queries, keys and values in a fused projection of MiniCPM-V 4.6."""
     states = torch.zeros(2, 3, 3, 6144, dtype=BF16)[:, 1]
     x, taps = rows(6144 + 2048 + 32)[:, :6144], torch.zeros(6144, 4, dtype=BF16)
-    return causal_conv(x, taps, states, TILES, PLACES, PLACES[:4], PLACES[:4], PLACES[:4], tokens=tokens)
+    return causal_conv(x, taps, states, tiles, PLACES, PLACES[:4], PLACES[:4], PLACES[:4], tokens=tokens)
 
 
 def recurrence(dim: int) -> object:
@@ -214,6 +214,7 @@ CASES: dict[str, Callable[[], object]] = {
     "rotate-80": lambda: rotate(torch.zeros(8, 48, 80, dtype=BF16)[:, :32], *torch.zeros(2, 8, 40)),
     "causal_conv-one": lambda: convolution(1),
     "causal_conv-tile": lambda: convolution(TILE),
+    "causal_conv-search": lambda: convolution(TILE, None),
     "delta_rule-64": lambda: recurrence(64),
     "delta_rule-96": lambda: recurrence(96),
     "delta_rule-128": lambda: recurrence(128),

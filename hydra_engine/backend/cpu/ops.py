@@ -154,6 +154,11 @@ class StateOps:
         raise ValueError("plan_decode_states: expected ops that plan on the device; these check slots on the host")
 
     @staticmethod
+    def plan_mixed_states(rows: StateRows, num_tokens: int) -> StateRows:  # noqa: ARG004
+        """Raises ValueError: these ops check slots on the host."""
+        raise ValueError("plan_mixed_states: expected ops that plan on the device; these check slots on the host")
+
+    @staticmethod
     def causal_conv(x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
         checks.check_conv(x, weight, cache, rows)
         out = x.new_empty(x.shape)

@@ -5,7 +5,7 @@ Does not know which request uses which slot.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -22,11 +22,11 @@ from hydra_kernels import delta_rule as recurrence
 @dataclass(frozen=True, slots=True)
 class CudaStateRows:
     """`StateRows.native`. tiles: [M, 2] int32, for each tile of the convolution its row and its first token's number in
-    that row; a tile has at most `tile` tokens."""
+    that row; a tile has at most `tile` tokens. None: its programs search `cu_q`."""
 
     num_tokens: int
     num_slots: int  # slots that the cache must have; 0: known to the device only
-    tiles: Tensor
+    tiles: Tensor | None
     tile: int
 
 
@@ -60,6 +60,14 @@ def plan_decode(starts: Tensor, read_slots: Tensor, write_slots: Tensor) -> Stat
     return StateRows(cu_q, starts, read_slots, write_slots, native=CudaStateRows(batch, 0, tiles, 1))
 
 
+def plan_mixed(rows: StateRows, num_tokens: int) -> StateRows:
+    """Implements `Ops.plan_mixed_states`. The vectors on the device are read at launch time: capturable."""
+    checks.check_state_rows(rows)
+    vectors = (("cu_q", rows.cu_q), ("read_slots", rows.read_slots), ("write_slots", rows.write_slots))
+    checks.check_device(rows.starts.device, vectors)
+    return replace(rows, native=CudaStateRows(num_tokens, 0, None, convolution.TILE))
+
+
 def causal_conv(x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
     """Implements `Ops.causal_conv`. Raises ValueError also if `rows` do not fit x, or if the cache lacks `layer` or,
     with rows of `plan`, one of their slots."""
@@ -80,8 +88,8 @@ def delta_rule(inputs: DeltaInputs, cache: StateCache, layer: int, rows: StateRo
 
 def _checked(rows: StateRows, tokens: int, states: Tensor, layer: int) -> CudaStateRows:
     """Returns `rows.native`. Raises ValueError unless the rows have `tokens` tokens together, and `states` [N, L, ..]
-    has this layer and, with rows of `plan`, all of their slots; slots of `plan_decode` are on the device, unchecked.
-    Asserts that one of the two made the rows."""
+    has this layer and, with rows of `plan`, all of their slots; other slots are on the device, unchecked. Asserts
+    that a plan of this module made the rows."""
     native = rows.native
     assert isinstance(native, CudaStateRows), "rows that Ops.plan_states of these ops has not seen"
     places, layers = states.shape[:2]

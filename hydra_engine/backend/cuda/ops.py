@@ -110,6 +110,7 @@ class CudaOps(CudaCacheOps, ComposedOps):
     pack_experts = staticmethod(cuda_experts.CudaExperts)
     route = staticmethod(cuda_experts.route)
     plan_decode_states = staticmethod(cuda_states.plan_decode)
+    plan_mixed_states = staticmethod(cuda_states.plan_mixed)
     causal_conv = staticmethod(cuda_states.causal_conv)
     delta_rule = staticmethod(cuda_states.delta_rule)
     best_tokens = staticmethod(best_tokens)

@@ -21,10 +21,12 @@ _PIECE = 1 << 14  # elements: a multiple of any vector width, and few enough for
 
 
 def causal_conv(x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
-    """`Ops.causal_conv`, without checks. A row whose write slot is negative stores no state."""
+    """`Ops.causal_conv`, without checks; x may have padding after the last row. A row whose write slot is negative
+    stores no state."""
     states, taps = cache.conv, weight.shape[1]
     before = taps - 1
     bounds, starts, read_slots, write_slots = rows.lists()
+    num_tokens = bounds[-1]
     counts = [end - begin for begin, end in pairwise(bounds)]
     parts = []
     for row, count in enumerate(counts):
@@ -33,7 +35,7 @@ def causal_conv(x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: 
     padded = torch.cat(parts)  # each row with the K - 1 inputs before it
     ends = torch.tensor(bounds[1:]) + before * torch.arange(1, len(counts) + 1)
     owners = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-    first = (torch.arange(x.shape[0]) + before * owners).to(x.device)
+    first = (torch.arange(num_tokens) + before * owners).to(x.device)
     wide = weight.float()
     total = padded.index_select(0, first).float() * wide[:, 0]
     for tap in range(1, taps):
@@ -41,7 +43,9 @@ def causal_conv(x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: 
     for row, end in enumerate(ends.tolist()):
         if write_slots[row] >= 0:
             states[write_slots[row], layer] = padded[end - before : end]
-    return by_vectors(F.silu, total).to(x.dtype)
+    out = x.new_empty(x.shape)
+    out[:num_tokens] = by_vectors(F.silu, total)
+    return out
 
 
 def delta_rule(inputs: DeltaInputs, cache: StateCache, layer: int, rows: StateRows) -> Tensor:

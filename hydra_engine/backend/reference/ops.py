@@ -9,6 +9,7 @@ them. Does not know threads, memory layouts of weights or any processor.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -173,7 +174,7 @@ ALL_OPS = (
     "attention_packed",
 )
 
-_PADDED = "padded"  # `AttentionPlan.native` of steps with padding tokens after the last row
+_PADDED = "padded"  # `native` of plans and state rows of steps with padding tokens after the last row
 _LINEAR_ROWS = 32  # rows per matrix product
 
 
@@ -333,6 +334,11 @@ class ReferenceOps(ComposedOps):
     def plan_decode_states(self, starts: Tensor, read_slots: Tensor, write_slots: Tensor) -> StateRows:
         """Keeps the tensors; each op that uses the result reads their contents."""
         return StateRows(torch.arange(starts.shape[0] + 1), starts, read_slots, write_slots)
+
+    def plan_mixed_states(self, rows: StateRows, num_tokens: int) -> StateRows:
+        """Keeps the tensors; each op that uses the result reads their contents."""
+        checks.check_state_rows(rows)
+        return replace(rows, native=_PADDED)
 
     def causal_conv(self, x: Tensor, weight: Tensor, cache: StateCache, layer: int, rows: StateRows) -> Tensor:
         checks.check_conv(x, weight, cache, rows)
@@ -545,6 +551,8 @@ def _check_places(rows: StateRows, tokens: int, states: Tensor, layer: int) -> N
     if not 0 <= layer < layers:
         raise ValueError(f"layer: expected 0 to {layers - 1}, got {layer}")
     bounds = rows.cu_q.tolist()
+    if rows.native == _PADDED and bounds[-1] <= tokens:
+        tokens = bounds[-1]
     if bounds[0] != 0 or bounds[-1] != tokens or any(a > b for a, b in pairwise(bounds)):
         raise ValueError(f"rows: expected cu_q to rise from 0 to {tokens}, got {bounds[:8]}")
     _check_range("rows", rows.read_slots, places)

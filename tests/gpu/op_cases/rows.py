@@ -164,6 +164,34 @@ def test_recurrent_states_move_on_as_those_of_the_reference(side: Side) -> None:
         torch.testing.assert_close(there.recurrent.cpu(), host.recurrent, rtol=1e-4, atol=1e-4)
 
 
+def test_a_captured_step_reads_its_rows_when_it_runs(side: Side) -> None:
+    """Decodes beside prompts, rows and tokens that fill up the step: two mixes in the same tensors."""
+    host, device = states(9, 4, 24, 4, 8), side.device
+    there = StateCache(side.there(host.conv), side.there(host.recurrent))
+    vectors = [torch.zeros(count, dtype=torch.int64, device=device) for count in (6, 5, 5, 5)]
+    planned = side.ops.plan_mixed_states(StateRows(*vectors), 40)
+    x, weight, tensors = strided(random(40, 24)), random(24, 4, seed=1), rule_inputs(40, 2, 4, 8)
+    moved = side.there(x), side.there(weight), DeltaInputs(*map(side.there, tensors))
+    for mix in (
+        ([0, 1, 2, 36], [9, 5, 0], [0, 3, 0], [1, 2, 4]),
+        ([0, 1, 6, 7, 39], [10, 6, 34, 0], [1, 2, 4, 0], [0, 3, 5, 6]),
+    ):
+        num_tokens = mix[0][-1]
+        for vector, values, filling in zip(vectors, mix, (num_tokens, 0, 0, -1), strict=True):
+            vector[: len(values)] = torch.tensor(values)
+            vector[len(values) :] = filling
+        rows = StateRows(*(torch.tensor(v) for v in mix))
+        expected = REFERENCE.causal_conv(x[:num_tokens], weight, host, 1, rows)
+        found = side.ops.causal_conv(*moved[:2], there, 1, planned)
+        torch.testing.assert_close(found[:num_tokens].cpu(), expected, rtol=1e-5, atol=1e-5)
+        given = DeltaInputs(*(t[:num_tokens] for t in tensors[:5]), *tensors[5:])
+        expected = REFERENCE.delta_rule(given, host, 1, rows)
+        found = side.ops.delta_rule(moved[2], there, 1, planned)
+        torch.testing.assert_close(found[:num_tokens].cpu(), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(there.conv.cpu(), host.conv)
+        torch.testing.assert_close(there.recurrent.cpu(), host.recurrent, rtol=1e-4, atol=1e-4)
+
+
 def test_rows_of_states_are_not_read_again(side: Side) -> None:
     given = [torch.tensor(v) for v in ([0, 2], [4], [1], [0])]
     planned = side.ops.plan_states(StateRows(*given))

@@ -82,6 +82,28 @@ def test_bits_do_not_depend_on_cuts(cuts: tuple[int, ...]) -> None:
     assert torch.equal(states[len(cuts) % 2, 1], states[2, 1])
 
 
+@pytest.mark.quick("37-4-torch.float32")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("channels", "taps"), [(37, 4), (300, 2)])
+def test_programs_find_their_rows(channels: int, taps: int, dtype: torch.dtype) -> None:
+    """Bits as of tiles that the host made, with empty rows and tokens behind the last row as padding. Rows without
+    tokens leave nothing."""
+    filled = [row for row in ROWS if row.tokens]
+    rows = state_rows([*filled, *(Row(0, 0, 0, -1),) * 3])
+    states = places_of(ROWS, (taps - 1, channels), dtype)
+    num_tokens = int(rows.cu_q[-1])
+    x, weight = strided(random(num_tokens + 9, channels, dtype=dtype)), random(channels, taps, dtype=dtype, seed=1)
+    x[num_tokens:] = float("nan")
+    after = states.clone()
+    expected = run(x[:num_tokens], weight, after, state_rows(filled))
+    vectors = rows.cu_q, rows.starts, rows.read_slots, rows.write_slots
+    result = causal_conv(x, weight, states[:, 1], None, *vectors, tokens=TILE)
+    assert torch.equal(result[:num_tokens], expected)
+    assert torch.equal(states.nan_to_num(99.0), after.nan_to_num(99.0))
+    nothing = causal_conv(x, weight, states[:, 1], None, torch.zeros_like(vectors[0]), *vectors[1:], tokens=TILE)
+    assert nothing.shape == x.shape and torch.equal(states.nan_to_num(99.0), after.nan_to_num(99.0))
+
+
 def test_a_row_may_leave_no_state() -> None:
     rows, states = state_rows([Row(3, 2, 0, -1)]), places_of([Row(3, 2, 0, 0)], (3, 20), torch.float32)
     before = states.clone()
@@ -110,6 +132,11 @@ def test_messages() -> None:
     with pytest.raises(ValueError, match="tokens: expected 1 or 16, got 8"):
         run(x, weight, states, rows, 8)
     vectors = rows.cu_q, rows.starts, rows.read_slots, rows.write_slots
+    with pytest.raises(ValueError, match=r"tiles: expected \[M, 2\] for 3 rows with tiles of 1 tokens, got None"):
+        causal_conv(x, weight, states[:, 1], None, *vectors, tokens=1)
+    many = torch.zeros(1026, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"tiles: expected \[M, 2\] for 1025 rows"):
+        causal_conv(x, weight, states[:, 1], None, many, *(many[:1025],) * 3, tokens=TILE)
     for bad in (torch.zeros(3, 3).int(), torch.zeros(3, 2).long()):
         with pytest.raises(ValueError, match=r"tiles: expected contiguous \[.*\] torch.int32"):
             causal_conv(x, weight, states[:, 1], bad, *vectors, tokens=1)
