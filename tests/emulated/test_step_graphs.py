@@ -86,19 +86,29 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
     return seen
 
 
-WITH_PICTURES = ("llava", "qwen2_vl", "llava_next", "qwen2_5_vl", "qwen3_vl", "internvl", "minicpmv4_6")
+WITH_PICTURES = (
+    "llava",
+    "qwen2_vl",
+    "llava_next",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "internvl",
+    "minicpmv4_6",
+    "qwen3_5",
+    "hybrid",
+)
 SMALL: dict[str, Any] = {"num_seq_slots": 8, "cuda_graph_sizes": (8,), "encoder_cuda_graph_sizes": (1,)}
 
 
 @pytest.mark.quick("qwen3_vl-20-False")
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("chunk", [20, 1000])
-@pytest.mark.parametrize("family", ["llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_a_step_with_pictures_is_one_graph(
     on_device: Rigs, models: Models, steps: Steps, family: str, chunk: int, special: bool
 ) -> None:
     """Several pictures in several chunks, whole and cut, beside decodes and special rows, with positions on three axes
-    and DeepStack; then the same op by op."""
+    DeepStack and recurrent states; then the same op by op."""
     rig = on_device(family, token_budget=128 if chunk == 20 else 256, **SMALL)
     made, wanted = requests(rig, 100, special=special), expected(models(family), special=special)
     assert rig.generate_ahead(*made, chunk=chunk) == wanted
@@ -120,7 +130,7 @@ ROOM = {"token_budget": 640}  # of a step, for several prompts with pictures
         *((family, "graphs") for family in WITH_PICTURES),
         *(("qwen3_vl", form) for form in ("deterministic", "divided", "full", "sliced")),
         *zip(
-            ("llava", "qwen2_vl", "internvl", "minicpmv4_6"),
+            ("llava", "qwen2_vl", "internvl", "hybrid"),
             ("deterministic", "divided", "full", "sliced"),
             strict=True,
         ),
@@ -156,7 +166,7 @@ def assert_graphs(steps: Steps) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "hybrid"])
 def test_every_decoder_computes_prompts_in_graphs(on_device: Rigs, models: Models, steps: Steps, family: str) -> None:
     rig, made = on_device(family, **SMALL | {"num_seq_slots": 12}), texts(10)
     for request in made:

@@ -279,12 +279,12 @@ def test_graphs_take_memory_on_every_partition(tiny: Path) -> None:
     backend = Backend(device, create_backend("cpu", torch.float32, threads=1).ops, torch.float32, 1)
     made = plan_memory(spec, Role.D, settings, 4, 0, filling=Filling(device.total_bytes))
     model = load_model(tiny, spec, backend, Role.D, random_weights=True)
-    num_mixed = 0 if spec.language.has_states else len(mixed_sizes(24, 4))
+    num_mixed = len(mixed_sizes(24, 4))
     with torch.inference_mode():
         found = measure(model, backend, spec, Role.D, settings, made)
     graphs = GRAPH_BYTES + num_mixed * MIXED_GRAPH_BYTES
     assert found.graph_bytes == 3 * (40 + graphs + special_row_bytes(spec, settings))
-    assert found.captured_tokens == (32 if num_mixed else 0)
+    assert found.captured_tokens == 32
 
 
 def test_estimates_count_what_the_role_runs() -> None:

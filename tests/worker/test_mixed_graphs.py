@@ -9,7 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from hydra_engine.core.request import Request
 from hydra_engine.worker.language import lane
@@ -20,6 +22,13 @@ from tests.worker.test_graphs import expected, graph_rig, leave, requests
 from tests.worker.test_real_model import make_rig
 from tools.miniatures import make_tiny
 
+HYBRID = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 KINDS: list[dict[str, Any]] = [
     {},
     {"temperature": 1.0, "seed": 4, "top_p": 0.95},
@@ -146,6 +155,38 @@ def test_prompts_with_pictures_are_replayed(model_dir: Path) -> None:
         num_steps = rig.next_step() - before - 1
         assert num_steps >= 8 and num_steps < len(device.replays) <= 2 * num_steps
         leave(rig, made)
+    rig.worker.close()
+
+
+def test_recurrent_states_are_inputs_of_steps_with_prompts(tmp_path: Path, device: LateDevice) -> None:
+    """Every step is a replay, or two with special rows. A state that leaves for another instance is copied behind it,
+    into blocks of the KV cache."""
+    make_tiny("qwen3_5_text", tmp_path, seed=7, text=HYBRID)
+    rig = graph_rig(tmp_path, device, num_seq_slots=12)
+    made = texts(10)
+    for request in made:
+        rig.add(request)
+    assert joining(rig, made, 4) == expected_texts(tmp_path)
+    assert 20 < len(device.replays) <= 40
+    language = rig.worker._language
+    assert language is not None and language.graphs is not None
+    parts = language.graphs.mixed._parts
+    assert parts.states is not None
+    one, other = (make_request(number, range(number, number + 9)) for number in (40, 41))
+    for request in (one, other):
+        rig.add(request)
+    rig.language(rig.row(one, 0, one.prompt_token_ids, 0))
+    state_bytes = parts.states.cache.nbytes // len(parts.states.cache.conv)
+    count = -(-state_bytes // parts.kv_cache.block_bytes)
+    blocks = np.arange(parts.kv_cache.num_blocks, dtype=np.int32)[-count:]
+    device.replays.clear()
+    chunk: Any = rig.row(other, 0, other.prompt_token_ids, 0)
+    rig.language(rig.row(one, 9, [-1], 1), replace(chunk, exported_state=blocks))
+    assert len(device.replays) == 1
+    left = int(parts.states._current[chunk.seq_slot])
+    pieces = list(parts.states._pieces(left, blocks, parts.kv_cache))
+    assert sum(piece.numel() for piece, _ in pieces) == state_bytes
+    assert all(torch.equal(*piece) for piece in pieces)
     rig.worker.close()
 
 

@@ -10,8 +10,8 @@ Up to about a thousand tokens of a model of 7B, steps with prompts take less tim
 has room for so many tokens and rows. Of a number of tokens there are two or three numbers of rows: with few, the
 contexts of few decodes are split enough for the device, and few logits are computed. Attention reads from tensors which
 tokens belong to which row (`Ops.plan_mixed`). With an image cache every token may take a feature; tokens that take none
-have slot -1 there. Launched op by op: scored prompts, larger steps, and prompts of models with recurrent states, whose
-tiles are planned from contents. Does not know requests, or which steps of a lane may be replayed.
+have slot -1 there. Launched op by op: scored prompts and larger steps. Does not know requests, or which steps of a lane
+may be replayed.
 """
 
 from __future__ import annotations
@@ -429,6 +429,10 @@ class _MixedColumns(NamedTuple, Generic[_Column]):
     image_slots: _Column  # [T], or [0] without an image cache
     seq_slots: _Column  # [B] of the rows that sample, as what follows
     logit_rows: _Column
+    state_cu_q: _Column  # [B + 1], as the three that follow in `StateRows`; [0] each if the model keeps no states
+    state_starts: _Column  # [B]
+    state_reads: _Column
+    state_writes: _Column
     cu_q: _Column  # [B + 1] int32, of all rows, as the three that follow: see `MixedRows`
     rest_cu_q: _Column
     num_context: _Column
@@ -447,15 +451,17 @@ class _MixedColumns(NamedTuple, Generic[_Column]):
 
 
 class _Layout(NamedTuple):
-    """Numbers of columns per token that depend on the model."""
+    """Numbers of columns per token and per row that depend on the model."""
 
     axes: int  # of positions: 3 with multimodal rotary positions, else 1
     features: int  # 1 if a token may take an image feature, else 0
+    states: int  # 1 if a row has a recurrent state, else 0
 
     def counts(self, size: MixedSize) -> tuple[list[int], list[int], list[int]]:
         """Lengths of the int64, int32 and float32 columns."""
         tokens, rows = size
         long = [tokens, self.axes * tokens, tokens, self.features * tokens, rows, rows]
+        long += [self.states * (rows + 1), *(self.states * rows,) * 3]
         return long, [rows + 1, rows + 1, rows, rows, rows], [rows] * 4
 
     def num_words(self, size: MixedSize) -> int:
@@ -507,28 +513,25 @@ class MixedGraphs:
         self._slot_table = slot_table
         self._special = special
         self._max_model_len = max_model_len
-        self._layout = _Layout(3 if parts.multimodal_rope else 1, 0 if parts.image_cache is None else 1)
+        features, states = parts.image_cache is not None, parts.states is not None
+        self._layout = _Layout(3 if parts.multimodal_rope else 1, int(features), int(states))
         self._width = -(-max_model_len // parts.kv_cache.block_size)
         self._captured: dict[tuple[int, MixedSize], _CapturedMixed] = {}  # by partition
 
     # ---- capture
 
     def prepare(self) -> None:
-        """Allocates the inputs, before the first capture. If the ops cannot plan without reading their contents, or the
-        model has recurrent states, nothing is captured: `sizes` becomes empty, and `note` says why."""
+        """Allocates the inputs, before the first capture. If the ops cannot plan without reading their contents,
+        nothing is captured: `sizes` becomes empty, and `note` says why."""
         if not self.sizes:
             return
-        reason = "recurrent states are planned from contents" if self._parts.states is not None else ""
         with torch.inference_mode():
             try:
-                least = self.sizes[0]
-                self._parts.ops.plan_mixed(self._rows(self._columns(least), least), least.tokens, least.chunks)
+                self._inputs(self._columns(self.sizes[0]), self.sizes[0])
             except ValueError as error:
-                reason = str(error)
-        if reason:
-            self.note = f"steps with prompts and decodes are launched op by op: {reason}"
-            logger.info("%s", self.note)
-            self.sizes = ()
+                self.note = f"steps with prompts and decodes are launched op by op: {error}"
+                logger.info("%s", self.note)
+                self.sizes = ()
 
     def capture(self, partition: int, size: MixedSize) -> None:
         """Captures the step of this size on a partition, and the graph of its special rows. No step may be in
@@ -547,16 +550,21 @@ class MixedGraphs:
     def _inputs(self, columns: _MixedColumns[Tensor], size: MixedSize) -> LanguageInput:
         """The model's input that reads the columns at each replay. With an image cache every token may take a
         feature."""
-        positions = columns.positions.view(3, -1) if self._layout.axes == 3 else columns.positions
+        positions, table = columns.positions, self._parts.states
+        states = None
+        if table is not None:
+            rows = StateRows(columns.state_cu_q, columns.state_starts, columns.state_reads, columns.state_writes)
+            states = States(table.cache, self._parts.ops.plan_mixed_states(rows, size.tokens))
         return LanguageInput(
             token_ids=columns.token_ids,
-            positions=positions,
+            positions=positions.view(3, -1) if self._layout.axes == 3 else positions,
             slots=columns.slots,
             attention=self._parts.ops.plan_mixed(self._rows(columns, size), size.tokens, size.chunks),
             logit_rows=columns.logit_rows,
             position_end=self._max_model_len,
             image_rows=self._every_token[: size.tokens] if self._layout.features else None,
             image_slots=columns.image_slots if self._layout.features else None,
+            states=states,
         )
 
     def _launch(self, inputs: LanguageInput, columns: _MixedColumns[Tensor], results: list[Tensor]) -> None:
@@ -603,6 +611,7 @@ class MixedGraphs:
         packed = np.zeros(self._layout.num_words(size), dtype=np.int64)
         columns = _mixed_columns(packed, size, self._layout, _ARRAYS)
         columns.slots[:], columns.image_slots[:], columns.seq_slots[:] = -1, -1, self._slot_table.padding
+        columns.state_writes[:] = -1
         return packed
 
     @property
@@ -633,11 +642,17 @@ class MixedGraphs:
         return None
 
     def replay(
-        self, size: MixedSize, plan: LanguagePlan, rows: StepRows, seq_slots: Int64s, sampling: SamplingArrays
+        self,
+        size: MixedSize,
+        plan: LanguagePlan,
+        rows: StepRows,
+        seq_slots: Int64s,
+        sampling: SamplingArrays,
+        states: StateRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Replays a step; returns (tokens, finite) of the rows that sample, valid until the next replay. `size`: from
-        `size_of`. `seq_slots` and `sampling` belong to the rows that sample. Writes the slot table. An error leaves no
-        lasting effect."""
+        `size_of`. `seq_slots` and `sampling` belong to the rows that sample. Writes the slot table, and the recurrent
+        states in `states`. An error leaves no lasting effect."""
         device, num_decodes, num_rows = self._parts.device, len(plan.decodes), plan.num_rows
         num_tokens, num_sampled = len(rows.token_ids), len(seq_slots)
         packed = self._blank(size)
@@ -649,6 +664,11 @@ class MixedGraphs:
                 columns.image_slots[targets] = sources
         columns.seq_slots[:num_sampled], columns.logit_rows[:num_sampled] = seq_slots, rows.logit_rows
         columns.cu_q[: num_rows + 1], columns.cu_q[num_rows + 1 :] = rows.cu_q, num_tokens
+        if states is not None:
+            columns.state_cu_q[:] = columns.cu_q
+            columns.state_starts[:num_rows] = states.starts.numpy()
+            columns.state_reads[:num_rows] = states.read_slots.numpy()
+            columns.state_writes[:num_rows] = states.write_slots.numpy()
         columns.rest_cu_q[:] = np.maximum(columns.cu_q, num_decodes)
         columns.num_context[:num_rows] = rows.num_context
         columns.decode_context[:num_decodes] = rows.num_context[:num_decodes]

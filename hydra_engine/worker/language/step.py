@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hydra_engine.backend.base import SamplingTensors
+from hydra_engine.backend.base import SamplingTensors, StateRows
 from hydra_engine.backend.device import Device, Fetch
 from hydra_engine.core.plans import Int64s, LanguagePlan
 from hydra_engine.core.results import TokenLogprobs
@@ -285,27 +285,34 @@ class LanguageStep:
             return None
         seq_slots = sampling.seq_slots
         arrays = partial(self._slot_table.sampling.arrays, seq_slots, sampling.num_generated)
+        mixed, decodes = graphs.mixed, graphs.decodes
         if plan.chunks:
-            size = graphs.mixed.size_of(plan, rows)
+            size = mixed.size_of(plan, rows)
             if size is None:
                 return None
-            replay_mixed = graphs.mixed.replay
             return _Replay(
-                lambda: replay_mixed(size, plan, rows, seq_slots, arrays()), graphs.mixed.special_graph(size)
+                lambda: mixed.replay(size, plan, rows, seq_slots, arrays(), self._state_rows(plan)),
+                mixed.special_graph(size),
             )
-        decodes, states = graphs.decodes, self._parts.states
         if not decodes.fits(rows):
             return None
-        state_rows = None if states is None else states.rows(plan)
-        return _Replay(lambda: decodes.replay(rows, seq_slots, arrays(), state_rows), decodes.special_graph(rows))
+        return _Replay(
+            lambda: decodes.replay(rows, seq_slots, arrays(), self._state_rows(plan)), decodes.special_graph(rows)
+        )
+
+    def _state_rows(self, plan: LanguagePlan) -> StateRows | None:
+        """The state slots of the step's rows; None if the model keeps no states."""
+        return None if self._parts.states is None else self._parts.states.rows(plan)
 
     def _replayed(
         self, replay: _Replay, plan: LanguagePlan, rows: StepRows, context: StepContext
     ) -> Samples | PendingSamples:
-        """Launches the replay and the sampling of special rows. If that sampling raises, all rows that sample fail,
-        since the step cannot be run again; a BackendError is raised."""
+        """Launches the replay, copies states for other instances, and samples special rows. If that sampling raises,
+        all rows that sample fail, since the step cannot be run again; a BackendError is raised."""
         sampling, fetch = context.sampling, self._parts.device.fetch
         sampled_rows = replay.launch()
+        if self._parts.states is not None:
+            self._parts.states.export(plan, self._parts.kv_cache)
         self._slot_table.mark_written(sampling.seq_slots)
         if not sampling.special.size:
             return PendingSamples(plan.num_rows, sampling.rows, fetch(sampled_rows if len(sampling.rows) else ()))

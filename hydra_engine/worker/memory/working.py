@@ -157,23 +157,17 @@ def working_memory(
         decode = steps.decode()
         language = max(decode, steps.prefill() if Role.P in role else 0)
         if captures and not config.enforce_eager:
-            of_steps = _step_graphs(steps, spec, role, config, decode)
+            of_steps = _step_graphs(steps, role, config, decode)
     most, *fewer = (FewerGraphs(tokens, graphs + num_bytes) for tokens, num_bytes in of_steps)
     return WorkingMemory(encode, language, most.graph_bytes, most.captured_tokens, tuple(fewer)).times(partitions)
 
 
-def _step_graphs(
-    steps: LargestSteps, spec: ModelSpec, role: Role, config: EngineConfig, decode_bytes: int
-) -> list[FewerGraphs]:
+def _step_graphs(steps: LargestSteps, role: Role, config: EngineConfig, decode_bytes: int) -> list[FewerGraphs]:
     """Sets of graphs of language steps, the largest first: all; with prompts of at most a half, a quarter and an eighth
     of the tokens, from FEW_TOKENS up; decodes alone. Bytes include the activation memory, which the graphs share.
-    Without prefill, steps with prompts have FEW_TOKENS at most; with recurrent states there are none."""
+    Without prefill, steps with prompts have FEW_TOKENS at most."""
     scheduler, most = config.scheduler, MAX_TOKENS if Role.P in role else FEW_TOKENS
-    sizes = (
-        () if spec.language.has_states else mixed_sizes(scheduler.max_step_tokens, scheduler.max_running_requests, most)
-    )
-    if not sizes:
-        return [FewerGraphs(0, decode_bytes + GRAPH_BYTES)]
+    sizes = mixed_sizes(scheduler.max_step_tokens, scheduler.max_running_requests, most)
     largest, found = sizes[-1].tokens, list[FewerGraphs]()
     bytes_of_largest = steps.captured_bytes(sizes[-1])
     for tokens in (largest, *(largest >> halved for halved in range(1, 4) if largest >> halved >= FEW_TOKENS), 0):
