@@ -159,7 +159,7 @@ def test_prompts_with_pictures_are_replayed(model_dir: Path) -> None:
 
 
 def test_recurrent_states_are_inputs_of_steps_with_prompts(tmp_path: Path, device: LateDevice) -> None:
-    """Every step is a replay, or two with special rows. A state that leaves for another instance is copied behind it,
+    """Replays every step, special rows once more. A state that leaves for another instance is copied behind the step,
     into blocks of the KV cache."""
     make_tiny("qwen3_5_text", tmp_path, seed=7, text=HYBRID)
     rig = graph_rig(tmp_path, device, num_seq_slots=12)
