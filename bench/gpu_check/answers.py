@@ -1,6 +1,7 @@
 """Answers of the decisive call from its documents: the figure that each question asks for, and what follows.
 
-Thresholds are those of `decide.QUESTIONS`. A document that is not there, or lacks the row, answers nothing.
+Thresholds are those of `decide.QUESTIONS`. A document that is not there, or lacks the row, answers nothing; one that
+cannot be read says why, and takes nothing from the other answers.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from bench.gpu_check.decide import QUESTIONS
 
 Row = Mapping[str, Any]
 
+SEAMS_US = 8.0
+# Of kernels that attend in a tower: ours, torch's and FlashInfer's, cuDNN's. "_packed" is not "packed" of products.
+ATTENTION = ("_packed_kernel", "packed_tma_kernel", "flash", "fmha", "sdpa", "attention")
+
 
 class Documents:
     """The documents of a folder, by the names that benchmarks give them."""
@@ -25,10 +30,10 @@ class Documents:
     def read(self, name: str) -> Mapping[str, Any]:
         """The document, empty where it is not there."""
         try:
-            found: Mapping[str, Any] = json.loads((self._folder / f"{name}.json").read_text(encoding="utf-8"))
+            found = json.loads((self._folder / f"{name}.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        return found
+        return found if isinstance(found, dict) else {}
 
     def rows(self, name: str, *words: str) -> list[Row]:
         """The rows whose `what` has all of the words."""
@@ -39,9 +44,16 @@ def lines(folder: Path) -> list[str]:
     """Lines of each question with its measurement and the meaning of answers."""
     documents = Documents(folder)
     return [
-        f"{part}: {question.asks}? **{_ANSWERS[part](documents) or 'not measured'}** ({question.means})"
+        f"{part}: {question.asks}? **{_answer(part, documents)}** ({question.means})"
         for part, question in QUESTIONS.items()
     ]
+
+
+def _answer(part: str, documents: Documents) -> str:
+    try:
+        return _ANSWERS[part](documents) or "not measured"
+    except (LookupError, TypeError, ValueError, ArithmeticError) as error:  # a row that lacks a figure
+        return f"not to be read from its document: {type(error).__name__} {error}"
 
 
 def _ms(row: Row) -> float:
@@ -74,9 +86,10 @@ def _ceilings(documents: Documents) -> str:
 
 def _layer(documents: Documents) -> str:
     found = []
-    for row in documents.rows("layer", "B=1 layer"):
-        alone_us, shape = 1e6 * row["parts_s"], row["what"].removesuffix(" layer")
-        found.append(f"{shape}: {1e3 * _ms(row):.1f} us, its kernels alone {alone_us:.1f}")
+    for row in documents.rows("layer", " layer"):
+        us, alone_us, shape = 1e3 * _ms(row), 1e6 * row["parts_s"], row["what"].removesuffix(" layer")
+        follows = ", seams" if us - alone_us > SEAMS_US else ""
+        found.append(f"{shape}: {us:.1f} us, its kernels alone {alone_us:.1f}{follows}")
     return "; ".join(found)
 
 
@@ -112,9 +125,14 @@ def _qwen(documents: Documents) -> str:
 
 def _twin(documents: Documents) -> str:
     for row in documents.rows(f"profile-{TWIN}", "encode"):
-        share = sum(kernel["share"] for kernel in row["kernels"] if "attention" in kernel["name"])
-        return f"{_ms(row):.1f} ms, attention {share:.0%} of it"
+        if row["kernels"]:
+            return f"{_ms(row):.1f} ms, attention {attention_share(row):.0%} of its kernels"
     return ""
+
+
+def attention_share(row: Row) -> float:
+    """The part of the time of a profile's kernels that attention has."""
+    return sum(kernel["share"] for kernel in row["kernels"] if any(word in kernel["name"] for word in ATTENTION))
 
 
 def _decodes(documents: Documents) -> str:
@@ -127,12 +145,13 @@ def _decodes(documents: Documents) -> str:
 
 
 def _attention(documents: Documents) -> str:
-    for row in documents.rows("attn_prefill", "MHA", "S=1024 b=1 ", "blocks of 16"):
-        flops = sum(part["flops"] for part in row["work"])
-        seconds = {"ours": row["seconds"], **row["peers"]}
-        rates = [f"{name} {flops / found['median'] / 1e12:.0f}" for name, found in seconds.items()]
-        return f"TFLOP/s at 1,024 tokens: {', '.join(rates)}"
-    return ""
+    prompts = documents.rows("attn_prefill", "prompts", "S=1024 b=1 ", "blocks of 16")
+    towers = documents.rows("attn_prefill", "tower Qwen2-VL", "captured pictures")
+    found = []
+    for row in (*prompts, *towers):
+        what = row["what"].removeprefix("prompts ").removesuffix(" blocks of 16")
+        found.append(f"{what}: {', '.join(f'{name} {rate:.0f}' for name, rate in row['tflops'].items())} TFLOP/s")
+    return "; ".join(found)
 
 
 def _products(documents: Documents) -> str:
@@ -164,12 +183,17 @@ def _colocate(documents: Documents) -> str:
 
 
 def _serve(documents: Documents) -> str:
-    results = documents.read(f"serve-{LLAVA}").get("results", {}).get("curve", {}).get("servers", {})
+    document = documents.read(f"serve-{LLAVA}")
+    results = document.get("results", {}).get("curve", {}).get("servers", {})
     found = []
     for name, server in results.items():
-        said = [f"TTFT alone {server['alone']['ttft_ms']['p50']:.1f} ms"] if "alone" in server else []
-        best = max((point["requests_per_s"] for point in server["points"]), default=0.0)
-        found.append(f"{name}: {', '.join([*said, f'at most {best:.1f} requests/s'])}")
+        alone_ms = server.get("alone", {}).get("ttft_ms", {}).get("p50")  # None where all requests failed
+        said = [] if alone_ms is None else [f"TTFT alone {alone_ms:.1f} ms"]
+        if rates := [point["requests_per_s"] for point in server["points"]]:
+            said.append(f"at most {max(rates):.1f} requests/s")
+        found.append(f"{name}: {', '.join(said) or 'nothing was answered'}")
+    if not document.get("complete", True):
+        found.append("ended before its last load")
     return "; ".join(found)
 
 

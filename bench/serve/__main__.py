@@ -55,9 +55,17 @@ def main() -> int:
 
 
 def measure(settings: Settings) -> dict[str, Any]:
-    """Raises ServerFailed where a server does not start or answers nothing."""
-    results = {}
-    with Harness(settings) as harness:
+    """Raises ServerFailed where a server does not start or answers nothing. What ends a measurement takes no load with
+    it that a mode has kept: the document is written without the others."""
+    results: dict[str, Any] = {}
+
+    def keep(result: dict[str, Any]) -> None:
+        results[harness.mode] = result
+        if settings.output is not None:
+            document = _document(settings, harness.runs, harness.limits, results)
+            write_document(settings.output, document | {"complete": False})
+
+    with Harness(settings, keep) as harness:
         for mode in settings.modes:
             harness.mode = mode
             results[mode] = _MODES[mode].run(harness)

@@ -32,16 +32,27 @@ def run(harness: Harness) -> dict[str, Any]:
         if settings.alone and round_number == 0:
             records = harness.alone(target, settings.alone, alone_content).records
             alone[server.name] = summary(records, harness.limits)
+            harness.keep({"servers": _results(harness, pooled, alone)})
         for rate in rates:
             done = harness.load(target, rate, contents[rate, round_number], round=round_number)
             by_rate.setdefault(rate, []).extend(done.records)
+            harness.keep({"servers": _results(harness, pooled, alone)})
         if settings.rates and round_number == settings.rounds - 1:
             _narrow(harness, target, by_rate)
-    results = {name: _result(harness, by_rate) for name, by_rate in pooled.items()}
-    for name, found in alone.items():
-        results[name]["alone"] = found
+    results = _results(harness, pooled, alone)
     harness.goodput = results[settings.servers[0].name]["goodput"]["rate"]
     return {"servers": results}
+
+
+def _results(
+    harness: Harness, pooled: dict[str, Pooled], alone: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Results of the servers that have answered anything so far."""
+    results = {}
+    for name, by_rate in pooled.items():
+        if by_rate or name in alone:
+            results[name] = _result(harness, by_rate) | ({"alone": alone[name]} if name in alone else {})
+    return results
 
 
 def first_goodput(harness: Harness) -> float:
@@ -82,7 +93,8 @@ def _narrow(harness: Harness, target: Target, by_rate: Pooled) -> None:
 
 def _result(harness: Harness, by_rate: Pooled) -> dict[str, Any]:
     points = [{"rate": rate, **summary(records, harness.limits)} for rate, records in sorted(by_rate.items())]
-    return {"points": points, "goodput": asdict(goodput([(p["rate"], p["attainment"]) for p in points]))}
+    found = [(point["rate"], point["attainment"]) for point in points]
+    return {"points": points} | ({"goodput": asdict(goodput(found))} if found else {})
 
 
 def report(result: dict[str, Any]) -> None:

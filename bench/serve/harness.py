@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -27,14 +27,16 @@ _WARM_UP_CONTENT = 1 << 20  # from here on content numbers that no load has
 
 
 class Harness:
-    """`runs` collects a document of every load; `traced` the records of the latest one that has stage timelines.
+    """`runs` collects a document of every load; `traced` the records of the latest one that has stage timelines; `keep`
+    takes what a mode's result would be if it ended now.
 
     `with` ends the server that runs last: one stays up until another command is asked for, because starting one takes
     longer than a load on a small model, and no load finds anything of another in its caches.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, keep: Callable[[dict[str, Any]], None]) -> None:
         self.settings = settings
+        self.keep = keep
         self.runs: list[dict[str, Any]] = []
         self.traced: Sequence[Record] = ()
         self.traced_from = ""

@@ -74,11 +74,14 @@ def running(server: Server, extra: tuple[str, ...] = ()) -> Iterator[Target]:
 
 
 def _wait_ready(server: Server, process: subprocess.Popen[bytes], log: Path) -> str:
+    """The URL that the server says; shows what it has said of its start, as memory and graphs."""
     deadline_s = time.monotonic() + _START_S
     while time.monotonic() < deadline_s:
         text = log.read_text(encoding="utf-8", errors="replace")
-        for line in text.splitlines():
+        lines = text.splitlines()
+        for number, line in enumerate(lines):
             if line.startswith(_READY):
+                print("\n".join([f"{server.name}:", *lines[:number]]), file=sys.stderr, flush=True)
                 return line.removeprefix(_READY).strip()
         if process.poll() is not None:
             raise ServerFailed(f"{server.name} ended with code {process.returncode}:\n{text[-1500:]}")
