@@ -31,7 +31,17 @@ from bench.common import ROOT, commit
 from bench.gpu_check import answers, outcomes, wheels
 from bench.gpu_check.archive import ARCHIVE, SITE, SUMMARY, Archive
 from bench.gpu_check.commands import INI, Setup
-from bench.gpu_check.machine import OPTIONAL, PACKAGES, Machine, known, look, too_old, unknown, versions
+from bench.gpu_check.machine import (
+    OPTIONAL,
+    PACKAGES,
+    Machine,
+    known,
+    look,
+    too_old,
+    unknown,
+    unknown_packages,
+    versions,
+)
 from bench.gpu_check.plan import BUDGET_S, CALLS, DECIDE, SUMMARY_S, chosen, parts_of
 from bench.micro.parts import ENDING, Interrupted, Outcome, Part, Runner, ended_by_signals, missing
 from bench.summary import table
@@ -54,19 +64,23 @@ class Check:
         self._machine = Machine("nobody has looked yet", "", "", None)
         self._remarks: list[str] = []
         self._commit = commit()
+        self.unkept = ""  # why the archive does not have the latest results
 
     def run(self, find: Callable[[], Machine], plan: Plan) -> None:
         """Raises `Refused`, or `Interrupted` after a signal."""
         self.keep()
-        (self._scratch / "pytest.ini").write_text(INI, encoding="utf-8")
+        if self.unkept:
+            raise Refused(f"nothing can be written to {self._options.dir}: {self.unkept}")
+        try:
+            (self._scratch / "pytest.ini").write_text(INI, encoding="utf-8")
+        except OSError as error:
+            raise Refused(f"nothing can be written to {self._scratch}: {error}") from None
         self._machine = find()
         print(f"{versions()}\nGPU: {self._machine.gpu or 'none'}; nvcc: {self._machine.nvcc or 'none'}", flush=True)
         if not self._machine.usable:
             raise Refused(f"no GPU: {self._machine.problem}")
         print(f"known: {known()}", flush=True)
-        for text in unknown(self._machine):
-            self._remarks.append(f"not known: {text}")
-            print(f"not known: {text}", flush=True)
+        self._not_known(unknown(self._machine))
         options = self._options
         setup = Setup(self._scratch, self._machine, options.jobs)
         calls = [options.call, *(call for call in CALLS if options.only and call != options.call)]
@@ -78,7 +92,13 @@ class Check:
         except ValueError as error:
             raise Refused(str(error)) from None
         self._provide(parts)
+        self._not_known(unknown_packages())
         self._runner.run(parts)
+
+    def _not_known(self, found: Sequence[str]) -> None:
+        for text in found:
+            self._remarks.append(f"not known: {text}")
+            print(f"not known: {text}", flush=True)
 
     def _provide(self, parts: Sequence[Part]) -> None:
         """Packages that are absent or too old, from wheels; without them, but for those that are optional, it is
@@ -111,25 +131,37 @@ class Check:
     # ---- what is kept
 
     def keep(self) -> None:
-        """Writes the results so far, as far as the disk allows."""
+        """Writes the results so far, as far as the disk allows; `unkept` says where it does not."""
         try:
-            (self._scratch / "check.json").write_text(json.dumps(self._document(), indent=1) + "\n", encoding="utf-8")
             documents, problems = table.read(self._scratch)
-            text = table.table(documents, [*self.notes(), *problems])
-            (self._scratch / SUMMARY).write_text(text, encoding="utf-8")
-            self._archive.refresh()
+            summary = table.table(documents, [*self.notes(), *problems])
+            made = {"check.json": json.dumps(self._document(), indent=1) + "\n", SUMMARY: summary}
+            self._archive.refresh({name: text.encode() for name, text in made.items()})
+            self.unkept = ""
         except OSError as error:
+            self.unkept = str(error)
             print(f"nothing can be kept: {error}", file=sys.stderr, flush=True)
 
     def finish(self, said: str) -> int:
         """The last archive, with the picture, and the exit status but for a refusal and a signal."""
         self._remarks.insert(0, said or self.verdict())
         self.keep()
-        table.write(self._scratch, self.notes())
-        self._archive.refresh()
-        print(f"{self._options.dir / ARCHIVE}\n{self._options.dir / SUMMARY}")
+        try:
+            table.write(self._scratch, self.notes())
+            self.keep()
+        except OSError as error:
+            print(f"there is no picture: {error}", file=sys.stderr, flush=True)
+        if self.lost:
+            print(f"not kept: {self.unkept}; what the parts wrote is in {self._scratch}")
+        elif not self.unkept:
+            print(f"{self._options.dir / ARCHIVE}\n{self._options.dir / SUMMARY}")
         print(f"gpu-check, {self._runner.elapsed_s:.0f} s: {said or self.verdict()}", flush=True)
-        return 1 if self._bad() else 0
+        return 1 if self._bad() or self.unkept else 0
+
+    @property
+    def lost(self) -> bool:
+        """Parts have run, and the archive does not have all of them."""
+        return bool(self.unkept and self._runner.outcomes)
 
     def _document(self) -> dict[str, Any]:
         parts = [asdict(outcome) for outcome in self._outcomes()]
@@ -180,7 +212,8 @@ def check(options: argparse.Namespace, find: Callable[[], Machine] = look, plan:
             for number in ENDING:  # what there is, is kept
                 signal.signal(number, signal.SIG_IGN)
             found = call.finish(said)
-            shutil.rmtree(scratch, ignore_errors=True)
+            if not call.lost:
+                shutil.rmtree(scratch, ignore_errors=True)
     return status or found
 
 

@@ -1,7 +1,7 @@
 """The result of a check: an archive of all that its parts wrote, and the summary beside it. Standard library only.
 
-Both are replaced whole, so a reader finds the last or the one before, whenever the writer is killed. Two files and no
-more, each below 16 MB: what carries results from machine to machine often has limits.
+Both are replaced whole, so a reader finds the last or the one before, whenever the writer is killed or the disk is
+full. Two files and no more, each below 16 MB: what carries results from machine to machine often has limits.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import io
 import os
 import tarfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ARCHIVE, SUMMARY = "gpu-check.tar.gz", "summary.md"
@@ -23,32 +24,39 @@ class Archive:
 
     def __init__(self, folder: Path, scratch: Path) -> None:
         self._folder, self._scratch = folder, scratch
-        folder.mkdir(parents=True, exist_ok=True)
 
-    def refresh(self) -> None:
-        """Raises OSError where nothing can be written; the last archive is still there then."""
-        summary = self._scratch / SUMMARY
-        if summary.exists():
-            self._replace(SUMMARY, summary.read_bytes())
+    def refresh(self, made: Mapping[str, bytes]) -> None:
+        """`made`: files by name, beside those of `scratch`. Raises OSError where nothing can be written; the last
+        archive is still there then."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if SUMMARY in made:
+            self._replace(SUMMARY, made[SUMMARY])
         most = _MAX_OF_A_FILE
-        while len(data := self._packed(most)) > MAX_BYTES and most > 1 << 12:
+        while len(data := self._packed(made, most)) > MAX_BYTES and most > 1 << 12:
             most //= 4
         self._replace(ARCHIVE, data)
 
-    def _packed(self, most: int) -> bytes:
-        made = io.BytesIO()
-        with tarfile.open(fileobj=made, mode="w:gz", compresslevel=6) as archive:
+    def _packed(self, made: Mapping[str, bytes], most: int) -> bytes:
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=6) as archive:
+            for name, data in made.items():
+                entry = tarfile.TarInfo(f"gpu-check/{name}")
+                entry.size, entry.mtime = len(data), int(time.time())
+                archive.addfile(entry, io.BytesIO(data))
             for path in self._files():
+                name = f"{path.relative_to(self._scratch)}"
+                if name in made:
+                    continue
                 try:
                     data, changed = path.read_bytes(), path.stat().st_mtime
                 except FileNotFoundError:  # somebody's unfinished document, whole by now under its own name
                     continue
                 if path.suffix not in _WHOLE:
                     data = without_middle(data, most)
-                entry = tarfile.TarInfo(f"gpu-check/{path.relative_to(self._scratch)}")
+                entry = tarfile.TarInfo(f"gpu-check/{name}")
                 entry.size, entry.mtime = len(data), int(changed)
                 archive.addfile(entry, io.BytesIO(data))
-        return made.getvalue()
+        return packed.getvalue()
 
     def _files(self) -> Iterator[Path]:
         for folder, names, files in os.walk(self._scratch):
@@ -57,8 +65,12 @@ class Archive:
 
     def _replace(self, name: str, data: bytes) -> None:
         fresh = self._folder / f".{name}.fresh"
-        fresh.write_bytes(data)
-        os.replace(fresh, self._folder / name)
+        try:
+            fresh.write_bytes(data)
+            os.replace(fresh, self._folder / name)
+        except OSError:
+            fresh.unlink(missing_ok=True)  # what there is room for of it
+            raise
 
 
 SITE = "site"  # of the scratch folder: installed packages, which nobody wants back

@@ -60,6 +60,7 @@ OPTIONAL = ("flashinfer", "tvm_ffi", "pynvml", "requests", "urllib3", "certifi",
 KNOWN_CARDS = ("NVIDIA H200",)
 KNOWN_DRIVER, KNOWN_NVCC, KNOWN_PYTHON = "580", "13.0", "3.12"
 KNOWN_PACKAGES = {"torch": "2.11", "triton": "3.6", "transformers": "5.17"}
+NEVER_RUN = ("flashinfer-python",)
 
 
 @dataclass(frozen=True)
@@ -121,20 +122,27 @@ def known() -> str:
 
 
 def unknown(machine: Machine) -> list[str]:
-    """Parts of the machine that no check has run on: a sentence for each, with what is known."""
+    """Card, driver, compiler and Python that no check has run on: a sentence for each, with what is known."""
     found = []
     if machine.gpu not in KNOWN_CARDS:
         cards = ", ".join(KNOWN_CARDS)
         found.append(f"card {machine.gpu or 'without a name'}: known is {cards}, whose figures the predictions are")
-    versions_of = {"driver": (machine.driver, KNOWN_DRIVER), "nvcc": (machine.toolkit, KNOWN_NVCC)}
-    versions_of["Python"] = (platform.python_version(), KNOWN_PYTHON)
-    versions_of |= {name: (_version(name), least) for name, least in KNOWN_PACKAGES.items()}
-    for name, (version, checked) in versions_of.items():
-        if not version:
-            found.append(f"{name}: nothing says its version; known is {checked}")
-        elif not f"{version}.".startswith(f"{checked}."):
-            found.append(f"{name} {version}: known is {checked}")
-    return found
+    found += _other("driver", machine.driver, KNOWN_DRIVER) + _other("nvcc", machine.toolkit, KNOWN_NVCC)
+    return found + _other("Python", platform.python_version(), KNOWN_PYTHON)
+
+
+def unknown_packages() -> list[str]:
+    """The same of packages, once those that were missing are installed."""
+    found = [text for name, known in KNOWN_PACKAGES.items() for text in _other(name, _version(name), known)]
+    never = [f"{name} {version}: no check has run with it" for name in NEVER_RUN if (version := _version(name))]
+    return found + never
+
+
+def _other(name: str, version: str, known: str) -> list[str]:
+    """A sentence if the version does not begin with the known one."""
+    if not version:
+        return [f"{name}: nothing says its version; known is {known}"]
+    return [] if f"{version}.".startswith(f"{known}.") else [f"{name} {version}: known is {known}"]
 
 
 def sanitizer(machine: Machine) -> str | None:

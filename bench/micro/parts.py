@@ -98,7 +98,10 @@ class Runner:
                     continue
                 label = f"{index:2}/{len(parts)} {part.name:{width}}"
                 kept_s = sum(later.planned_s for later in parts[index:])
-                outcome = self._refused(part) or self._run(part, label, kept_s)
+                try:
+                    outcome = self._refused(part) or self._run(part, label, kept_s)
+                except OSError as error:  # no such program, or no room for its output
+                    outcome = Outcome(part.name, "failed", 0.0, f"cannot be run: {error}")
                 self.outcomes[part.name] = outcome
                 self._keep()
                 self._say(f"{self._stamp()} {label}  {outcome.state}, {outcome.seconds:.1f} s  {outcome.said}".rstrip())

@@ -105,6 +105,9 @@ PARTS: dict[str, Callable[[Setup], Part]] = {
         "talks", "import os, sys; sys.stdout.buffer.write(b'first' + os.urandom(30 << 20) + b'last')"
     ),
     "works": lambda setup: script("works", "print('all well')"),
+    "blocks": lambda setup: script(
+        "blocks", "import shutil, sys; shutil.rmtree(sys.argv[1]); open(sys.argv[1], 'w')", sys.argv[-1]
+    ),
 }
 
 
@@ -116,6 +119,13 @@ SPOILED = {
     "colocate-llava-1.5-7b": "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'import time; "
     "time.sleep(99)']); print(child.pid, flush=True); child.wait()",
 }
+# Documents without the figures that answers are made of.
+_ODD = """
+import json, sys
+for name, document in {"products": {"rows": [{"what": "gate/up", "peers": {}}]}, "layer": {"rows": 3},
+                       "serve-llava-1.5-7b": ["no document"]}.items():
+    open(f"{sys.argv[1]}/{name}.json", "w").write(json.dumps(document))
+"""
 _COUNTS = """
 import json, sys, tarfile
 with tarfile.open(sys.argv[1]) as archive:
@@ -125,12 +135,13 @@ with tarfile.open(sys.argv[1]) as archive:
 
 def decided(setup: Setup, archive: str) -> list[Part]:
     """The parts of the decisive call in their order. A part that goes well says how many
-    parts the archive knows of when it begins."""
+    parts the archive knows of when it begins; the first writes documents that answer nothing."""
     found = []
     for part in decisive(setup):
         code = SPOILED.get(part.name, _COUNTS)
         limit_s = 1.5 if part.name in SPOILED else 20.0
         found.append(script(part.name, code, archive, limit_s=limit_s, unless=part.unless))
+    found[0] = script("build", _ODD + _COUNTS.replace("argv[1]", "argv[2]"), str(setup.folder), archive)
     return found
 
 

@@ -20,7 +20,7 @@ from bench.gpu_check import commands as runs
 from bench.gpu_check import machine as on_machine
 from bench.gpu_check import plan, wheels
 from bench.gpu_check.commands import Setup, files_by_kind
-from bench.gpu_check.machine import PACKAGES, Machine, min_versions, too_old, unknown
+from bench.gpu_check.machine import PACKAGES, Machine, min_versions, too_old, unknown, unknown_packages
 from bench.gpu_check.plan import CALLS, chosen, parts_of
 from bench.micro.goals import BENCHES
 from bench.micro.parts import Part
@@ -268,18 +268,30 @@ def test_what_no_check_has_run_on_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(on_machine, "_version", installed.get)
     monkeypatch.setattr(on_machine.platform, "python_version", lambda: "3.12.3")
     known = Machine("", "NVIDIA H200", "90", "/usr/bin/nvcc", "580.159.04", "13.0")
-    assert unknown(known) == []
+    assert unknown(known) == [] == unknown_packages()
     assert unknown(replace(known, driver="58.0")) == ["driver 58.0: known is 580"], "not by its first letters"
-    installed |= {"torch": "2.13.0", "triton": ""}
+    installed |= {"torch": "2.13.0", "triton": "", "flashinfer-python": "0.7.2"}
     other = replace(known, gpu="NVIDIA B200", driver="", toolkit="13.1")
-    assert [text.partition(":")[0] for text in unknown(other)] == [
-        "card NVIDIA B200",
-        "driver",
-        "nvcc 13.1",
-        "torch 2.13.0",
-        "triton",
+    assert [text.partition(":")[0] for text in unknown(other)] == ["card NVIDIA B200", "driver", "nvcc 13.1"]
+    assert "nothing says its version" in unknown(other)[1]
+    assert unknown_packages() == [
+        "torch 2.13.0: known is 2.11",
+        "triton: nothing says its version; known is 3.6",
+        "flashinfer-python 0.7.2: no check has run with it",
     ]
-    assert "torch 2.13.0: known is 2.11" in unknown(other) and "nothing says its version" in unknown(other)[1]
+
+
+def test_packages_that_are_not_known_are_named_once_wheels_are_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Packages that come from a wheel have a version then; nothing has run yet."""
+    installed = {"torch": "2.11.0", "triton": "3.6.0"}
+    monkeypatch.setattr(on_machine, "_version", lambda name: installed.get(name, ""))
+    monkeypatch.setattr(command.Check, "_provide", lambda self, parts: installed.update(transformers="6.0"))
+    monkeypatch.setattr(command.Runner, "run", lambda self, parts: print("now the parts"))
+    assert command.main(["--dir", str(tmp_path)], lambda: HOPPER, lambda call, setup: []) == 0
+    before = capsys.readouterr().out.partition("now the parts")[0]
+    assert "not known: transformers 6.0: known is 5.17" in before and "transformers: nothing says" not in before
 
 
 # ---- wheels

@@ -122,6 +122,8 @@ def test_the_decisive_call_goes_on_where_parts_hang_fail_and_are_killed(tmp_path
         if name not in bad:
             assert int(kept.data[f"{name}.log"]) == index, f"{name} began before what went before it was kept"
     assert gone(int(kept.data["colocate-llava-1.5-7b.log"]))
+    assert "what an activation behind a product costs" in kept.summary
+    assert kept.summary.count("**not to be read from its document: ") == 2, "of products and layer"
     assert "known: NVIDIA H200; driver 580, nvcc 13.0, Python 3.12, torch 2.11, triton 3.6, transformers 5.17" in said
     assert "not known: card a GPU that is made up" in said.partition("1/")[0], "before anything runs"
     assert "not known: card a GPU that is made up" in kept.summary and "call: decide" in kept.summary
@@ -147,6 +149,42 @@ def test_a_signal_keeps_what_there_is_and_ends_what_runs(tmp_path: Path, number:
     )
     assert int(kept.data["serves.log"]) == pid
     until(lambda: gone(pid))
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    check = start(tmp_path / "file" / "out", "build,works")
+    said, _ = check.communicate(timeout=60)
+    assert check.returncode == 2 and "refused. nothing can be written to " in said.splitlines()[-1], said
+    assert "build" not in said and "Traceback" not in said
+    assert not [*tmp_path.glob("gpu-check-*")], "nothing stays behind"
+
+
+@pytest.mark.slow
+def test_where_the_results_go_can_be_lost_but_not_they(tmp_path: Path) -> None:
+    """Takes the folder away, as a full disk does: the parts go on, and the last lines say where their files are."""
+    folder = tmp_path / "out"
+    check = start(folder, "build,blocks,works", "--dir", str(folder))
+    said, _ = check.communicate(timeout=60)
+    assert check.returncode == 1, said
+    assert said.splitlines()[-1].endswith("nothing failed") and "Traceback" not in said
+    (scratch,) = tmp_path.glob("gpu-check-*")
+    assert f"what the parts wrote is in {scratch}" in said.splitlines()[-2]
+    assert (scratch / "works.log").read_text() == "all well\n"
+
+
+def test_a_full_disk_of_the_parts_leaves_whole_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Summary and check.json are never written to it."""
+    scratch, folder = tmp_path / "scratch", tmp_path / "out"
+    scratch.mkdir()
+    (scratch / "check.json").write_text("{ half of one")
+    Archive(folder, scratch).refresh({"check.json": b"{}", "summary.md": b"# whole"})
+    with tarfile.open(folder / "gpu-check.tar.gz") as opened:
+        assert {entry.name: opened.extractfile(entry).read() for entry in opened} == {  # type: ignore[union-attr]
+            "gpu-check/check.json": b"{}",
+            "gpu-check/summary.md": b"# whole",
+        }
+    assert (folder / "summary.md").read_bytes() == b"# whole"
 
 
 @pytest.mark.slow
@@ -185,15 +223,17 @@ def test_what_cannot_be_written_leaves_the_last_archive(tmp_path: Path, monkeypa
     (scratch / "one.log").write_text("first")
     (scratch / ".unfinished.json").write_text("{")
     archive = Archive(folder, scratch)
-    archive.refresh()
+    archive.refresh({})
     (scratch / "one.log").write_text("second")
 
     def full(self: Path, data: bytes) -> None:
+        self.touch()
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
         patch.setattr(Path, "write_bytes", full)
-        archive.refresh()
+        archive.refresh({})
+    assert [path.name for path in folder.iterdir()] == ["gpu-check.tar.gz"], "no half of a new one"
     with tarfile.open(folder / "gpu-check.tar.gz") as opened:
         (entry,) = opened
         assert entry.name == "gpu-check/one.log"
@@ -203,7 +243,7 @@ def test_what_cannot_be_written_leaves_the_last_archive(tmp_path: Path, monkeypa
 def test_an_archive_stays_below_what_can_be_carried(tmp_path: Path) -> None:
     for name in "abcdef":
         (tmp_path / f"{name}.log").write_bytes(os.urandom(6 << 20))
-    Archive(tmp_path / "out", tmp_path).refresh()
+    Archive(tmp_path / "out", tmp_path).refresh({})
     assert (tmp_path / "out" / "gpu-check.tar.gz").stat().st_size <= MAX_BYTES
 
 

@@ -76,6 +76,12 @@ def test_a_part_that_hangs_ends_with_what_it_started(tmp_path: Path) -> None:
     assert len(pids) == 2 and all(map(gone, pids))
 
 
+def test_a_part_whose_program_is_not_there_takes_nothing_from_the_others(tmp_path: Path) -> None:
+    outcomes, _ = run(tmp_path, Part("absent", ("/no/such/program",), 9.0), script("after", "print('here')"))
+    assert [outcome.state for outcome in outcomes.values()] == ["failed", "ok"]
+    assert "cannot be run: " in outcomes["absent"].said and "/no/such/program" in outcomes["absent"].said
+
+
 def test_what_a_part_leaves_running_ends_with_it(tmp_path: Path) -> None:
     code = (
         "import subprocess, sys\n"
