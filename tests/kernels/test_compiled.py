@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.micro.probe_kernels import dependent_add
 from hydra_engine.backend.quantized import FLOAT8
 from hydra_kernels._common import decode_launch, packed_launch, prefill_launch
 from hydra_kernels._occupancy import Limits, resident_programs
@@ -290,3 +291,13 @@ def test_a_launch_without_a_gpu_fails_loudly() -> None:
         pytest.skip("there is a GPU")
     with pytest.raises((RuntimeError, ValueError), match=r"driver|cpu"):
         rms_norm(rows(64), rows(64)[0], 1e-5)
+
+
+@pytest.mark.slow
+def test_the_kernel_whose_launch_is_measured_begins_before_the_one_ahead_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (launch,) = record(monkeypatch, lambda: dependent_add(torch.zeros(1)))
+    found = compile_for(launch, 90)
+    assert found.count(r"griddepcontrol\.launch_dependents") == found.count(r"griddepcontrol\.wait") == 1
+    assert found.stack == 0
