@@ -16,6 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.gpu_check.answers import lines
+from bench.gpu_check.commands import CEILINGS, LLAVA, QWEN, TWIN
+from bench.gpu_check.decide import QUESTIONS
 from bench.micro import (
     attn_decode,
     attn_prefill,
@@ -54,10 +57,11 @@ class Reader:
     """The library: nothing of it is launched."""
 
     max_bytes = 227 << 10  # of shared memory
+    max_blocks = 8
 
     def ring_read(self, device: int, words: int, num_bytes: int, blocks: int, *ring: int) -> bytes | None:
         stages, piece_bytes, sums, _ = ring
-        assert device == 0 and num_bytes and stages and 1 <= blocks <= 8
+        assert device == 0 and num_bytes and stages and 1 <= blocks <= self.max_blocks
         assert words % 16 == sums % 4 == num_bytes % 16 == piece_bytes % 16 == 0
         return b"too much" if 4 * stages * piece_bytes > self.max_bytes else None
 
@@ -84,17 +88,17 @@ def run(streams: Streams, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ru
     for module in (ring_reader, ceilings, ring):
         monkeypatch.setattr(module, "ring_read", read)
 
-    def call(name: str, *flags: str, failed: int = 0) -> dict[str, Any]:
+    def call(name: str, *flags: str, failed: int | None = 0, written: str = "") -> dict[str, Any]:
         bench = importlib.import_module(f"bench.micro.{name}")
         for module in [module for name, module in [*sys.modules.items()] if name.startswith("bench.")]:
             if hasattr(module, "torch"):
                 monkeypatch.setattr(module, "torch", Torch(streams))
-        path = tmp_path / f"{name}.json"
+        path = tmp_path / f"{written or name}.json"
         monkeypatch.setattr(sys, "argv", [name, "--device", "cuda:0", "--threads", "1", "--json", str(path), *flags])
         with suppress(SystemExit):  # something failed
             bench.main()
         document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        assert len(document["failed"]) == failed and not document["wrong"] and document["complete"]
+        assert failed in (None, len(document["failed"])) and not document["wrong"] and document["complete"]
         return document
 
     return call
@@ -379,3 +383,51 @@ def test_profiles_and_several_of_one_model(run: Run, monkeypatch: pytest.MonkeyP
     assert whats(document) == ["tiny decode B=2 KV=24", "tiny prefill S=20", "tiny encode b=1"]
     assert [row["inputs"]["how"] for row in document["rows"]] == ["graph", "eager", "graph"]
     assert len(document["skipped"]) == 3 and all("saw none" in skipped["reason"] for skipped in document["skipped"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llava"], indirect=True)
+def test_documents_of_its_benchmarks_answer_the_questions_of_the_decisive_call(
+    run: Run, monkeypatch: pytest.MonkeyPatch, model: str, tmp_path: Path
+) -> None:
+    """`bench.serve` is in tests/bench."""
+    monkeypatch.setattr(Reader, "max_blocks", 48)
+    monkeypatch.setattr(ring, "counts_of", lambda total: [48])
+    run("ring", "--gib", "0.0001")
+    run("ceilings", written=CEILINGS)
+    run("layer", "--shape", "4,2,16,40", "--rows", "1")
+    run("attn_decode", "--shape", "4,2,16", "--rows", "64", "--contexts", "24", "--uneven")
+    monkeypatch.setattr(attn_prefill, "SHAPES", {"MHA": (2, 2, 64)})
+    monkeypatch.setattr(attn_prefill, "TOWERS", {"Qwen2-VL": attn_prefill.Layers(Tower(2, 80, 24, 0), 4, 0)})
+    run("attn_prefill", "--lengths", "1024", "--prompts", "1", failed=None)
+    few = products.PRODUCTS[3]._replace(num_out=80, num_in=64, rows=(20,))
+    monkeypatch.setattr(products, "PRODUCTS", (few,))
+    run("products")
+    monkeypatch.setattr(decode, "_SPARE_BYTES", 0)
+    flags = ("--contexts", "32", "--no-peers", "--uneven", "--served-width", "--repeat", "3")
+    run("decode", "--model", model, "--rows", "1,8,64", *flags, written=f"decode-{LLAVA}")
+    run("decode", "--model", model, "--rows", "8", "--contexts", "32", "--no-peers", written=f"decode-{QWEN}")
+    pictures = ("--model", model, "--picture", "56x56")
+    run("encode", *pictures, "--counts", "1", "--no-peers", written=f"encode-{QWEN}")
+    kernels = [profile.Launch("_packed_kernel", 0.0, 4.0), profile.Launch("nvjet_sm90", 4.0, 6.0)]
+    monkeypatch.setattr(profile, "launches_of", lambda run, device, calls: kernels)
+    run("profile", *pictures, "--rows", "2", "--context", "24", "--prompt", "0", written=f"profile-{TWIN}")
+    config = json.loads((Path(model) / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = 1024
+    (Path(model) / "config.json").write_text(json.dumps(config))
+    prompts = ("--tokens", "676,1024", "--graph", "--idle", "0.001", "--no-peers")
+    run("prefill", "--model", model, *prompts, written=f"prefill-{LLAVA}")
+    sizes = ("--rows", "2", "--context", "24", "--counts", "1", "--prompt", "20", "--splits", "4")
+    flags = ("--beside-only", "--seconds", "0.01", "--priority", "equal,language")
+    run("colocate", *pictures, *sizes, *flags, written=f"colocate-{LLAVA}")
+    found = dict(zip(QUESTIONS, (line.split("**")[1] for line in lines(tmp_path)), strict=True))
+    assert [part for part, answer in found.items() if answer.startswith("not ")] == ["serve"], found
+    assert found[LLAVA].startswith("B=1 ") and " apart; B=8 " in found[LLAVA] and "; B=64 " in found[LLAVA]
+    assert found[LLAVA].count("one long context") == found[LLAVA].count("served table") == 2
+    assert "40% of its kernels" in found[TWIN] and found[QWEN].count("; ") == 1
+    assert [text.rpartition(": ")[0] for text in found["attn_prefill"].split("; ")] == [
+        "MHA 2:2x64 S=1024 b=1",
+        "tower Qwen2-VL 2x80 captured pictures, 48 rows",
+    ]
+    assert found["prefill"].count("as a graph") == found["prefill"].count("rested") == 2
+    assert found["colocate"].count(" of ") == 6
