@@ -258,9 +258,10 @@ def test_each_use_has_its_own_winner(library: Library) -> None:
     table = {choice.op: choice for choice in ops.choices()}
     assert table["attention_paged"].implementation == "triton, flashinfer-fa3"
     assert table["attention_packed"].implementation == "cudnn, triton"
-    assert "prompts flashinfer-fa3 (flashinfer-fa3 2.00)" in table["attention_paged"].reason
+    told = "prompts flashinfer-fa3 (flashinfer-fa3 2.00); captured steps with prompts triton; "
+    assert told in table["attention_paged"].reason and chosen.note is not None and told in chosen.note
     assert "pictures cudnn (cudnn 2.00, flashinfer: other results)" in table["attention_packed"].reason
-    assert chosen.note is not None and chosen.note.startswith("attention: decodes triton (flashinfer 0.50); prompts")
+    assert chosen.note.startswith("attention: decodes triton (flashinfer 0.50); prompts")
     assert isinstance(ops.attention_paged.__self__, FlashInferAttention)
     assert isinstance(ops.attention_packed.__self__, TowerAttention)
 
@@ -291,7 +292,9 @@ def test_a_backend_measures_where_nobody_chose_and_says_what_it_took(
     made = make("auto", shapes, tmp_path)
     assert [one[:5] for one in asked] == [("cuda:0", 132, torch.bfloat16, shapes, tmp_path)]
     assert made.notes == ("attention: flashinfer, measured",)
-    assert make("triton", shapes, None).notes == () and len(asked) == 1
+    assert make("triton", shapes, None).notes == ()
+    (note,) = make("flashinfer", shapes, None).notes
+    assert "flashinfer; captured steps with prompts, and captured encodes, take triton" in note and len(asked) == 1
 
 
 @pytest.mark.parametrize(

@@ -235,8 +235,8 @@ def test_what_is_chosen_by_name_says_which_kernels_there_are(monkeypatch: pytest
     install(monkeypatch, kernels=FlashKernels(known, "its package has no sources to compile more"))
     reasons = choose_by_name("flashinfer").reasons
     assert (
-        "there are fa2-128, and its package has no sources to compile more; others take Triton"
-        in reasons["attention_paged"]
+        "there are fa2-128, and its package has no sources to compile more; others, and captured steps with prompts, "
+        "take Triton" in reasons["attention_paged"]
     )
 
 

@@ -1,5 +1,6 @@
-"""Decode graphs over FlashInfer's attention: each replay is of what the host planned for it. The library is the one of
-tests/ops, which objects to what the real one cannot do; the model is a real miniature."""
+"""Graphs over FlashInfer's attention: a replay of decodes is of what the host planned for it, one with prompts takes
+Triton's plan, which the reference computes here. The library is the one of tests/ops, which objects to what the real
+one cannot do; the model is a real miniature."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.backend.base import AttentionPlan, Backend, MixedRows, PagedCache
-from hydra_engine.backend.cuda.attention import CudaAttention
+from hydra_engine.backend.cuda.attention import CudaAttention, CudaPlan
 from hydra_engine.backend.cuda.flashinfer_attention import FlashInferAttention
 from hydra_engine.backend.device import Graph
 from hydra_engine.backend.reference.ops import ReferenceOps
@@ -70,6 +71,16 @@ class FlashOps(ReferenceOps):
         return self._attention.paged(q, cache, layer, plan, scale)
 
 
+class ByReference(CudaAttention):
+    """Plans as Triton does, for the captured steps that it computes."""
+
+    def paged(self, q: Tensor, cache: PagedCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:
+        ops, native = ReferenceOps(), plan.native
+        assert isinstance(native, CudaPlan) and native.mixed is not None, "a step that FlashInfer computes"
+        planned = ops.plan_mixed(native.mixed, native.num_tokens, native.max_prompts)
+        return ops.attention_paged(q, cache, layer, planned, scale)
+
+
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch, model_dir: Path) -> Library:
     dim = load_spec(model_dir).language.head_dim
@@ -84,7 +95,7 @@ def device(library: Library) -> GraphDevice:
 @pytest.fixture
 def rig(model_dir: Path, library: Library, device: GraphDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     cpu = torch.device("cpu")
-    by_triton = CudaAttention(cpu, NUM_SMS, device.send, deterministic=False)
+    by_triton = ByReference(cpu, NUM_SMS, device.send, deterministic=False)
 
     def create(*given: Any, **settings: Any) -> Backend:
         attention = FlashInferAttention(cpu, NUM_SMS, device.send, by_triton, library)
@@ -108,8 +119,21 @@ def test_replays_give_the_tokens_of_the_reference(
         made = requests(rig, 20 + 10 * number)
         assert generate(*made) == expected(model_dir)
         leave(rig, made)
-        assert len(device.replays) == 7 and library.plans.count("DecodeGraph") == 7
-    assert "FlashInfer cuts prompts" in rig.worker.notes[-1], "steps with prompts are not captured, and no note says so"
+        assert len(device.replays) == 7 and library.plans == ["Prefill"] + 7 * ["DecodeGraph"]
+
+
+def test_steps_with_prompts_are_replayed_too(rig: Rig, device: GraphDevice, library: Library, model_dir: Path) -> None:
+    """Prompts in chunks, pictures included, beside decodes: every step is one replay, and FlashInfer plans those of
+    decodes alone."""
+    assert not any("op by op" in note for note in rig.worker.notes)
+    for number, chunk in enumerate((3, 6), start=1):
+        library.plans.clear()
+        made, before = requests(rig, 20 * number), rig.next_step()
+        assert rig.generate_ahead(*made, chunk=chunk) == expected(model_dir)
+        leave(rig, made)
+        num_steps = rig.next_step() - before - 1
+        assert len(device.replays) == num_steps > 7
+        assert {*library.plans} == {"DecodeGraph"} and 0 < len(library.plans) < num_steps
 
 
 @pytest.mark.slow

@@ -78,11 +78,13 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def describe(self, use: str) -> str:
         """A line for the user: the use case and its best candidate; then, for each candidate but TRITON, its speed as a
-        multiple of TRITON's or the reason why it was left out."""
+        multiple of TRITON's or the reason why it was left out. Of prompts also that captured ones take TRITON."""
         seconds = self.seconds[use]
         parts = [f"{name} {seconds[TRITON] / taken:.2f}" for name, taken in seconds.items() if name != TRITON]
         parts += [f"{name}: {why}" for name, why in self.left_out.get(use, {}).items()]
-        return f"{use} {self.best(use)}" + (f" ({', '.join(parts)})" if parts else "")
+        best = self.best(use)
+        captured = "; captured steps with prompts triton" if use == PROMPTS and best != TRITON else ""
+        return f"{use} {best}" + (f" ({', '.join(parts)})" if parts else "") + captured
 
 
 class ChosenAttention(NamedTuple):
@@ -103,18 +105,21 @@ class ChosenAttention(NamedTuple):
 
 
 def choose_by_name(name: str) -> ChosenAttention:
-    """Selects `name`: TRITON, or FLASHINFER, which must be installed, for all use cases but captured encodes. Calls
-    that FlashInfer does not support take Triton."""
+    """Selects `name`: TRITON, or FLASHINFER, which must be installed, for all use cases but captured encodes and
+    captured steps with prompts. Calls that FlashInfer does not support take Triton."""
     if name == TRITON:
         return ChosenAttention()
     kernels = flashinfer_kernels.installed()
     others = f"asked for by name; head dims other than {_listed(HEAD_DIMS, 'and')}"
     if kernels.problem:
         others = f"asked for by name; of its kernels there are {kernels.describe()}, and {kernels.problem}; others"
-    paged, packed = f"{others} take Triton", f"{others}, and encodes that are captured, take Triton"
     return ChosenAttention(
         dict.fromkeys((DECODES, PROMPTS, PICTURES, WINDOWS), FLASHINFER),
-        {"attention_paged": paged, "attention_packed": packed},
+        {
+            "attention_paged": f"{others}, and captured steps with prompts, take Triton",
+            "attention_packed": f"{others}, and encodes that are captured, take Triton",
+        },
+        "attention: flashinfer; captured steps with prompts, and captured encodes, take triton",
     )
 
 

@@ -4,7 +4,8 @@ FlashInfer plans on the host, once per step and kind of layer, into a wrapper th
 its Ampere kernels, which are as fast as others where memory is the limit; prompts and segments can take Hopper kernels
 ("fa3"). What FlashInfer does not support, or has no kernel for and cannot compile here, falls back to Triton.
 
-In a captured decode step only `run` is part of the graph; the host plans before each replay. A graph keeps addresses
+Captured steps with prompts take Triton, which reads their rows on the device. In a captured decode step only `run` is
+part of the graph; the host plans before each replay. A graph keeps addresses
 and launch sizes. So pages and schedule are in buffers of a lane, one set per kind of layer, since all kinds of a step
 are planned before the step is replayed; and a plan for other lengths must have the captured launch sizes. Copies to the
 device are ordered by the lane's stream. The schedule's pinned source is not: a wrapper plans again only after its copy.
@@ -385,8 +386,9 @@ class FlashInferAttention:
         return replace(plan, native=native, refresh=native.refresh)
 
     def plan_mixed(self, rows: MixedRows, num_tokens: int, max_prompts: int) -> AttentionPlan:
-        """Raises ValueError: FlashInfer plans prompts on the host, so these steps cannot be captured."""
-        raise ValueError("plan_mixed: expected ops that plan on the device; FlashInfer cuts prompts on the host")
+        """Returns Triton's plan: FlashInfer plans prompts on the host and cannot read rows on the device. A small step
+        gains more from being one graph than from faster attention."""
+        return self._by_triton.plan_mixed(rows, num_tokens, max_prompts)
 
     def plan_packed(self, cu_seqlens: Tensor, max_length: int) -> PackedPlan:
         """Returns Triton's plan: FlashInfer plans on the host and cannot use such segments."""
