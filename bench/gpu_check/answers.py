@@ -189,7 +189,7 @@ def _serve(documents: Documents) -> str:
     for name, server in results.items():
         alone_ms = server.get("alone", {}).get("ttft_ms", {}).get("p50")  # None where all requests failed
         said = [] if alone_ms is None else [f"TTFT alone {alone_ms:.1f} ms"]
-        if rates := [point["requests_per_s"] for point in server["points"]]:
+        if rates := [point["steady_requests_per_s"] or point["requests_per_s"] for point in server["points"]]:
             said.append(f"at most {max(rates):.1f} requests/s")
         found.append(f"{name}: {', '.join(said) or 'nothing was answered'}")
     if not document.get("complete", True):

@@ -197,7 +197,8 @@ def run_serve(
     setup: Setup, model: str, rates: str, planned_s: float, limit_s: float, *, configs: Mapping[str, str]
 ) -> Part:
     """A server of random weights under loads of a few seconds each, and one more for each of `configs`, which are flags
-    by name."""
+    by name. Every request has a picture, and 128 run at most, so that more arrivals than a server serves fill it within
+    three seconds."""
     command: tuple[str, ...] = (
         sys.executable,
         "-m",
@@ -208,10 +209,11 @@ def run_serve(
         "--workload",
         "textcaps",
     )
-    command += ("--server-args", "--load-format random", "--ttft-slo", "1s", "--tpot-slo", "40ms", "--no-server-limits")
+    command += ("--text-share", "0", "--ttft-slo", "1s", "--tpot-slo", "40ms", "--no-server-limits")
+    command += ("--server-args", "--load-format random --max-num-seqs 128")
     for name, given in configs.items():
         command += ("--config", f"{name}={given}")
-    command += ("--alone", "20", "--rates", rates, "--load-seconds", "4", "--drain", "4", "--bisect", "0")
+    command += ("--alone", "20", "--rates", rates, "--load-seconds", "7", "--drain", "4", "--bisect", "0")
     name = f"serve-{model}"
     command += ("--output", str(setup.folder / f"{name}.json"))
     return Part(name, command, limit_s, 30.0, ENGINE, "build", planned_s=planned_s)

@@ -7,6 +7,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from math import inf
 from types import TracebackType
 from typing import Any, Self
 
@@ -177,12 +178,27 @@ def summary(records: Sequence[Record], limits: Limits) -> dict[str, Any]:
         "ttft_ms": _quantiles(ttfts),
         "gap_ms": _quantiles(gaps),
         "requests_per_s": round(sum(record.ok for record in records) / span_s, 3),
+        "steady_requests_per_s": steady_rate(records),
         "tokens_per_s": round(sum(record.num_tokens for record in records) / span_s, 2),
         "cached_share": round(
             sum(record.cached_tokens for record in records) / max(sum(r.prompt_tokens for r in records), 1), 4
         ),
         "errors": sum(not record.ok for record in records),
     }
+
+
+def steady_rate(records: Sequence[Record]) -> float | None:
+    """Requests a second, counted by tokens from when the first request of at least the mean length has ended until the
+    last one arrives: a short load's beginning and end, when few requests run, are left out. None without such a time.
+    """
+    mean_tokens = sum(record.wanted_tokens for record in records) / len(records)
+    ended_s = (record.end_s for record in records if record.ok and record.wanted_tokens >= mean_tokens)
+    begin_s, end_s = min(ended_s, default=inf), max(record.planned_s for record in records)
+    if begin_s >= end_s:
+        return None
+    events = (event for record in records for event in zip(record.stamps, record.counts, strict=True))
+    num_tokens = sum(count for stamp_s, count in events if begin_s < stamp_s <= end_s)
+    return round(num_tokens / mean_tokens / (end_s - begin_s), 3)
 
 
 def describe(limits: Limits) -> str:

@@ -111,7 +111,8 @@ def test_documents_answer_with_the_rows_that_are_asked_for(tmp_path: Path) -> No
 
 
 def test_a_server_answers_with_its_first_token_alone_and_its_best_rate(tmp_path: Path) -> None:
-    points = [{"requests_per_s": rate} for rate in (8.0, 31.2, 30.9)]
+    rates = ((8.0, None), (24.0, 31.2), (27.0, 30.9))
+    points = [{"requests_per_s": rate, "steady_requests_per_s": steady} for rate, steady in rates]
     servers = {"ours": {"alone": {"ttft_ms": {"p50": 24.06}}, "points": points}, "int8": {"points": points[:1]}}
     (tmp_path / f"serve-{LLAVA}.json").write_text(json.dumps({"results": {"curve": {"servers": servers}}}))
     assert (
@@ -192,7 +193,9 @@ def test_every_command_of_the_call_is_taken_by_what_it_calls(monkeypatch: pytest
     for part in parts:
         module, *flags = part.command[part.command.index("-m") + 1 :] if "-m" in part.command else ("",)
         if module == "bench.serve":
-            assert settings_from(flags, None).alone == 20
+            settings = settings_from(flags, None)
+            assert settings.alone == 20 and settings.workload.text_share == 0, "a request on paper has a picture"
+            assert [server.name for server in settings.servers] == ["hydra-engine", "int8"]
         elif module == "bench.micro.together":
             taken: dict[str, Any] = {}
 

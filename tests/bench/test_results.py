@@ -50,6 +50,14 @@ def test_a_point_sums_its_requests_up() -> None:
     assert figures["tokens_per_s"] == pytest.approx(5, rel=0.01) and figures["cached_share"] == 0.2
 
 
+def test_a_short_load_is_not_taken_for_a_slow_server() -> None:
+    """Requests come and go at 48 a second, each served in three."""
+    records = [flow("textcaps", number / 48, number / 48 + 0.04, 3 / 128, 128) for number in range(48 * 7)]
+    figures = summary(records, LIMITS)
+    assert figures["requests_per_s"] < 34 and figures["steady_requests_per_s"] == pytest.approx(48, rel=0.02)
+    assert summary(records[: 48 * 3], LIMITS)["steady_requests_per_s"] is None, "none ended while others arrived"
+
+
 def test_the_breakdown_adds_up_to_the_servers_latency() -> None:
     record = flow("pope", 0.0, 0.65, 0.1, 5, metrics=served(1.0, *TIMELINE))
     result = breakdown._result([record])
