@@ -16,9 +16,12 @@ from hydra_engine.core.units import GIB
 from hydra_engine.errors import ConfigError, ResourceError
 from hydra_engine.models.specs.base import DeltaShape
 from hydra_engine.models.specs.quantization import Quantization
+from hydra_engine.models.specs.registry import load_spec
 from hydra_engine.worker.memory.cache_store import allocate_image_cache, allocate_kv_cache, allocate_states
 from hydra_engine.worker.memory.plan import CachePlan, plan_memory
+from hydra_engine.worker.memory.working import largest_encode
 from tests.worker.fakes import FAKE_VISION, FakeVision, fake_spec
+from tools.miniatures import make_tiny
 
 TOKEN_BYTES = 8  # one layer, K and V, one head of one float32
 PLENTY = 1 << 40
@@ -241,3 +244,13 @@ def test_recurrent_states_are_counted_before_the_caches() -> None:
     with pytest.raises(ResourceError, match="lower --max-num-seqs"):
         plan_memory(hybrid, EPD, config, 2, language.num_parameters() * 2 + without.state_bytes - 1)
     assert allocate_states(spec, plan(), torch.bfloat16) is None
+
+
+@pytest.mark.parametrize("family", ["llava_llama", "qwen2_vl"])
+def test_the_largest_encode_is_of_a_picture_that_the_family_takes(family: str, tmp_path: Path) -> None:
+    """One that is padded to a square may not be as long as others."""
+    make_tiny(family, tmp_path, seed=0)
+    vision = load_spec(tmp_path).vision
+    assert vision is not None
+    largest = largest_encode(vision, 1)
+    assert largest.num_spans == 1 and 0 < largest.num_patches <= vision.max_patches_per_image

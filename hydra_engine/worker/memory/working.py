@@ -10,6 +10,7 @@ once for every partition. Does not know lanes or requests.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -17,6 +18,7 @@ from hydra_engine.backend.cpu.device import usable_cores
 from hydra_engine.backend.experts_memory import ExpertsShape, device_bytes, host_bytes
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.instances import Role
+from hydra_engine.errors import InvalidImage
 from hydra_engine.models.layers.decoder import SCORED_ROWS
 from hydra_engine.models.specs.base import ItemPlan, LanguageSpec, ModelSpec, VisionSpec
 from hydra_engine.worker.language.graphs import FEW_TOKENS, MAX_TOKENS, MixedSize, mixed_sizes
@@ -106,9 +108,17 @@ def image_budget(config: EngineConfig, vision: VisionSpec) -> int:
 def largest_encode(vision: VisionSpec, budget: int) -> LargestEncode:
     """The encode of the span with the most patches, as often as it takes to reach `budget` patches, so it may exceed
     them by less than a span."""
-    spans = [(size, item) for size in _PICTURES for item in vision.plan_image(*size).items]
+    spans = [(size, item) for size in _PICTURES for item in _spans_of(vision, size)]
     picture, span = max(spans, key=lambda pair: pair[1].num_patches)
     return LargestEncode(picture, span, max(1, -(-budget // span.num_patches)))
+
+
+def _spans_of(vision: VisionSpec, size: tuple[int, int]) -> Sequence[ItemPlan]:
+    """Spans of a picture of this size; none if the family takes none as long."""
+    try:
+        return vision.plan_image(*size).items
+    except InvalidImage:
+        return ()
 
 
 def counts_of_largest(num_tokens: int, num_rows: int, longest: int) -> list[int]:
