@@ -247,6 +247,11 @@ class Device(Protocol):
         """Returns a mark after all that the calling lane has launched until now."""
         ...
 
+    def keep_free(self, num_bytes: int) -> None:
+        """Sets how many bytes of device memory captures must leave to all other work, 0 at first: one that cannot
+        raises torch.OutOfMemoryError."""
+        ...
+
     def capture(self, launch: Callable[[], None]) -> Graph:
         """Captures `launch` as a graph on the calling lane's present partition, and so runs it: on a GPU once to warm
         up and once to capture.

@@ -19,9 +19,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
 
-import torch
-from torch import Tensor
-
 from hydra_engine.backend.base import Backend, PagedCache, StateCache
 from hydra_engine.backend.device import Lane
 from hydra_engine.clock import Clock
@@ -40,7 +37,7 @@ from hydra_engine.worker.language.constraints import Constraints
 from hydra_engine.worker.language.graphs import StepGraphs
 from hydra_engine.worker.language.lane import LanguageLane
 from hydra_engine.worker.language.sampler import SamplingState
-from hydra_engine.worker.memory.working import NOT_COUNTED, WorkingMemory
+from hydra_engine.worker.memory.working import MIXED_GRAPH_BYTES, NOT_COUNTED, WorkingMemory
 from hydra_engine.worker.ports import NO_GATE, Gate, Job, PromptPositions, WorkerRequest
 from hydra_engine.worker.vision.graphs import EncodeGraphs
 from hydra_engine.worker.vision.lane import VisionLane
@@ -220,27 +217,21 @@ class Worker:
 
     def capture_graphs(self, progress: Callable[[int, int], None]) -> None:
         """Captures the graphs of both lanes, if there are any, after the warm-up. Calls `progress(done, all)` after
-        each. Memory for the largest eager steps of both lanes is held meanwhile, and a graph that does not fit beside
-        it is skipped and counted in `notes`. Raises BackendError if a capture fails for another reason."""
+        each. Graphs leave memory for the largest eager steps of both lanes and for the graphs that follow; one that
+        does not fit beside it is skipped and counted in `notes`. Raises BackendError if a capture fails for another
+        reason."""
         jobs: list[tuple[VisionLane | LanguageLane, EncodeGraphs | StepGraphs, tuple[int, int]]] = []
         for lane in reversed(self._lanes):
             if lane.graphs is not None:
                 self._capture(lane, lane.graphs.prepare)
                 jobs += [(lane, lane.graphs, graph) for graph in lane.graphs.capture_order]
-        held: list[Tensor] = []
         for done, (lane, graphs, graph) in enumerate(jobs, start=1):
-            has_room = held or self._capture(lane, partial(self._hold, held))
-            if not has_room or not self._capture(lane, partial(graphs.capture, *graph)):
+            self._device.keep_free(self._working.activation_bytes + (len(jobs) - done) * MIXED_GRAPH_BYTES)
+            if not self._capture(lane, partial(graphs.capture, *graph)):
                 self._left_out[lane.captures] += 1
             progress(done, len(jobs))
-        held.clear()
+        self._device.keep_free(0)
         self._device.trim()
-
-    def _hold(self, held: list[Tensor]) -> None:
-        """Allocates as much activation memory as the largest steps of both lanes need together, and appends it to
-        `held`."""
-        on = self._device.torch_device
-        held.append(torch.empty(self._working.activation_bytes, dtype=torch.uint8, device=on))
 
     def _capture(self, lane: VisionLane | LanguageLane, job: Job) -> bool:
         """Runs a capture job in the lane. Returns False if the device is out of memory; raises BackendError if the job

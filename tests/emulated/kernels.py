@@ -38,6 +38,7 @@ from hydra_engine.backend.quantized import FLOAT8, float8_rows
 from hydra_engine.backend.reference.ops import ReferenceOps, activation
 from hydra_kernels.experts import Matrices
 from hydra_kernels.float8_rows import PART
+from hydra_kernels.prefill_attention import _MAX_SEARCHED
 from hydra_kernels.quantized_linear import PackedWeight
 from tests.emulated.clock import Work
 from tests.emulated.graphs import GARBAGE
@@ -305,6 +306,7 @@ def _prefill_attention(
     counts = [end - begin for begin, end in pairwise(cu_q.tolist())]
     assert max_q >= max(counts), "max_q is too small"
     assert not max_requests or sum(count > 0 for count in counts) <= max_requests, "max_requests is too small"
+    assert not max_requests or len(counts) <= _MAX_SEARCHED, "more requests than a program can search"
     found = _paged(q, k_cache, v_cache, block_tables, cu_q, num_context, scale, scales)
     if out is None:
         return found

@@ -201,6 +201,9 @@ class CpuDevice:
         """Returns a mark that is done."""
         return _Moment(time.monotonic())
 
+    def keep_free(self, num_bytes: int) -> None:
+        """Does nothing: graphs take no memory."""
+
     def capture(self, launch: Callable[[], None]) -> Graph:
         """Runs `launch` once. A replay of the result calls it again."""
         launch()

@@ -159,6 +159,10 @@ class CudaDevice:
         """Marks the present end of the current stream, for waiting and timing."""
         return CudaMark(self.torch_device)
 
+    def keep_free(self, num_bytes: int) -> None:
+        """Sets how many bytes captures must leave to all other work, warm-ups of later captures included."""
+        self._graphs.kept_free = num_bytes
+
     def capture(self, launch: Callable[[], None]) -> Graph:
         """Captures `launch`, which runs twice, as a graph. Raises BackendError if it cannot be captured, and
         torch.OutOfMemoryError.

@@ -16,6 +16,8 @@ Launch = Callable[[Cut], None]
 
 Pool = Any  # a memory pool of torch.cuda.graph_pool_handle
 
+# Torch's text if the driver has no memory, as for a graph that was captured; its allocator raises OutOfMemoryError.
+_NO_MEMORY = "CUDA error: out of memory"
 # Torch allows one capture at a time in a process.
 _CAPTURING = threading.Lock()
 # Kept alive: torch's allocator of pinned memory keeps calling them.
@@ -43,6 +45,7 @@ class GraphPools:
     memory."""
 
     def __init__(self, device: torch.device) -> None:
+        self.kept_free = 0  # bytes of device memory that graphs leave
         self._device = device
         # The last captured graph of each stream, by stream handle: torch frees a pool that no graph uses.
         self._last: dict[int, torch.cuda.CUDAGraph] = {}
@@ -78,9 +81,9 @@ class GraphPools:
         return graphs
 
     def _capture(self, launch: Launch, stream: torch.cuda.Stream) -> tuple[CudaGraph, ...]:
-        """Runs `launch` once, waits for it, empties torch's cache, and captures it in the stream's memory pool. The
-        first graph counts the device memory that all of them took. If memory runs out, no graph of the stream is kept
-        here, so that the pool is freed with the caller's graphs."""
+        """Runs `launch` once, waits for it, empties torch's cache, and captures it in the stream's memory pool, beside
+        `kept_free` bytes. The first graph counts the device memory that all of them took. If memory runs out, no graph
+        of the stream is kept here, so that the pool is freed with the caller's graphs."""
         try:
             # Warm-up: compiles and loads kernels and makes this stream's workspaces, which cannot be captured.
             launch(_no_cut)
@@ -88,9 +91,11 @@ class GraphPools:
             last = self._last.get(stream.cuda_stream)
             pool = torch.cuda.graph_pool_handle() if last is None else last.pool()
             torch.cuda.empty_cache()
+            kept = torch.empty(self.kept_free, dtype=torch.uint8, device=self._device)
             free_before, _ = torch.cuda.mem_get_info(self._device)
             graphs = self._record(launch, pool, stream)
             free_after, _ = torch.cuda.mem_get_info(self._device)
+            del kept
         except torch.OutOfMemoryError:
             # The caller may drop its last graph too, and then wants the memory back.
             self._last.pop(stream.cuda_stream, None)
@@ -104,9 +109,10 @@ class GraphPools:
     def _cause(self, error: RuntimeError) -> Exception:
         """The error to raise for a capture that failed with `error`: OutOfMemoryError or BackendError, made from what
         was raised inside the capture, the context of `error`; from `error` itself if that is no RuntimeError."""
-        if isinstance(error.__context__, torch.OutOfMemoryError):
-            return torch.OutOfMemoryError(str(error.__context__))  # a new one: the traceback of this one keeps memory
-        return failure(self._device, error.__context__ if isinstance(error.__context__, RuntimeError) else error)
+        inside = error.__context__ if isinstance(error.__context__, RuntimeError) else error
+        if isinstance(inside, torch.OutOfMemoryError) or _NO_MEMORY in str(inside):
+            return torch.OutOfMemoryError(str(inside))  # a new one: the traceback of this one keeps memory
+        return failure(self._device, inside)
 
     def _record(self, launch: Launch, pool: Pool, stream: torch.cuda.Stream) -> list[torch.cuda.CUDAGraph]:
         """Records `launch` on the current stream: a graph per piece. On an error torch's state is restored, unless the
