@@ -14,6 +14,7 @@ import pytest
 from hydra_engine import Engine
 from hydra_engine.cli.summary import start_lines
 from hydra_engine.core.reports import InstanceSummary
+from hydra_engine.core.request import Request
 from hydra_engine.core.units import size
 from hydra_engine.instance import compute_stack
 from hydra_engine.worker import worker as worker_module
@@ -30,9 +31,10 @@ from tests.emulated.streams import Streams
 from tests.emulated.tensors import Present
 from tests.emulated.test_pauses import serving
 from tests.emulated.test_worker import expected
+from tests.worker.fakes import make_request
 from tests.worker.test_graphs import leave, requests
 from tests.worker.test_mixed_graphs import expected_texts, joining, texts
-from tests.worker.test_real_model import with_pictures
+from tests.worker.test_real_model import make_rig, with_pictures
 from tools.miniatures import make_tiny
 
 # Of a step that is a graph: what is sent, copied to its place twice, the graph, and two copies to the host; and of rows
@@ -88,15 +90,9 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
 
 
 WITH_PICTURES = (
-    "llava",
-    "qwen2_vl",
-    "llava_next",
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "internvl",
-    "minicpmv4_6",
-    "qwen3_5",
-    "hybrid",
+    *("llava", "llava_llama", "llava_next", "llava_llama_anyres", "internvl", "internvl_chat"),
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "openpangu_vl", "minicpmv", "minicpmv4_6"),
+    *("qwen3_5", "qwen3_5_moe", "hybrid"),  # with recurrent states
 )
 SMALL: dict[str, Any] = {"num_seq_slots": 8, "cuda_graph_sizes": (8,), "encoder_cuda_graph_sizes": (1,)}
 
@@ -146,13 +142,14 @@ def test_every_family_computes_whole_prompts_in_graphs(
 
 
 @pytest.mark.slow
-def test_whole_prompts_over_int8_keys_are_graphs(streams: Streams, models: Models, steps: Steps) -> None:
-    test_engine.check_int8_keys(streams, models, **test_engine.FORMS["graphs"], **ROOM)
+@pytest.mark.parametrize("form", ["graphs", "deterministic"])
+def test_whole_prompts_over_int8_keys_are_graphs(streams: Streams, models: Models, steps: Steps, form: str) -> None:
+    test_engine.check_int8_keys(streams, models, **test_engine.FORMS[form], **ROOM)
     assert_graphs(steps)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["w4-32", "fp8-128"])
+@pytest.mark.parametrize("method", ["w4-32", "w8a8", "gptq-4-zeros", "fp8-128", "fp8-compressed-channel", "fp8-tensor"])
 def test_whole_prompts_with_quantised_weights_are_graphs(
     streams: Streams, models: Models, steps: Steps, tmp_path: Path, method: str
 ) -> None:
@@ -174,6 +171,39 @@ def test_every_decoder_computes_prompts_in_graphs(on_device: Rigs, models: Model
         rig.add(request)
     assert joining(rig, made, 4) == expected_texts(models(family))
     assert len(steps.graphs) > 15 and not steps.op_by_op
+
+
+@pytest.mark.quick("llava")
+@pytest.mark.parametrize("family", ["llava", "qwen3_vl"])
+def test_a_graph_is_full_or_nearly_empty(on_device: Rigs, models: Models, steps: Steps, family: str) -> None:
+    """A graph of 16 tokens and 8 rows: eight prompts of two tokens, seven decodes beside one of nine, one of 16, one of
+    one."""
+    made = [make_request(number, range(20 + number, 22 + number)) for number in range(1, 9)]
+    made += [make_request(9, range(40, 49)), make_request(10, range(60, 76)), make_request(11, [50])]
+    plain = make_rig(models(family), "reference")
+    for request in made:
+        plain.add(request)
+    wanted = plain.generate(*made, steps=2)
+    plain.worker.close()
+    rig = on_device(family, **SMALL | {"token_budget": 16})
+
+    def tokens(decodes: list[Request], *prompts: Request) -> list[int | None]:
+        rows = [rig.row(request, request.num_prompt, [-1], 1) for request in decodes]
+        rows += [rig.row(request, 0, request.prompt_token_ids, 0) for request in prompts]
+        return [outcome.token_id for outcome in rig.language(*rows)]
+
+    for request in made[:8]:
+        rig.add(request)
+    assert tokens([], *made[:8]) == [of_one[0] for of_one in wanted[:8]]
+    rig.leave(made[7])
+    rig.add(made[8])
+    assert tokens(made[:7], made[8]) == [*(of_one[1] for of_one in wanted[:7]), wanted[8][0]]
+    for gone, request, of_one in zip(made[:2], made[9:], wanted[9:], strict=True):
+        rig.leave(gone)
+        rig.add(request)
+        assert tokens([], request) == of_one[:1]
+    assert steps.graphs == [LAUNCHES] * 4 and not steps.op_by_op
+    assert [(size.tokens, size.rows) for size in rig.worker._language.graphs.mixed.sizes] == [(16, 8)]  # type: ignore[union-attr]
 
 
 # ---- memory
