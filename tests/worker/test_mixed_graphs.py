@@ -225,5 +225,6 @@ def test_sizes() -> None:
     assert mixed_sizes(24, 6) == (MixedSize(16, 6), MixedSize(32, 6))
     assert mixed_sizes(1, 64) == (MixedSize(16, 8), MixedSize(16, 16))
     assert mixed_sizes(2048, 256, max_tokens=0) == ()
+    assert max(size.rows for size in mixed_sizes(2048, 2000)) == 1024, "that attention can search"
     assert [MixedSize(2048, rows).chunks for rows in (8, 32, 256)] == [8, 32, 64]
     assert [MixedSize(tokens, 256).chunks for tokens in (256, 1024)] == [16, 32]

@@ -82,8 +82,9 @@ class GraphPools:
 
     def _capture(self, launch: Launch, stream: torch.cuda.Stream) -> tuple[CudaGraph, ...]:
         """Runs `launch` once, waits for it, empties torch's cache, and captures it in the stream's memory pool, beside
-        `kept_free` bytes. The first graph counts the device memory that all of them took. If memory runs out, no graph
-        of the stream is kept here, so that the pool is freed with the caller's graphs."""
+        `kept_free` bytes. Replays the graphs once, since the driver may take memory then. The first graph counts the
+        device memory that all of them took. If memory runs out, no graph of the stream is kept here, so that the pool
+        is freed with the caller's graphs."""
         try:
             # Warm-up: compiles and loads kernels and makes this stream's workspaces, which cannot be captured.
             launch(_no_cut)
@@ -94,6 +95,9 @@ class GraphPools:
             kept = torch.empty(self.kept_free, dtype=torch.uint8, device=self._device)
             free_before, _ = torch.cuda.mem_get_info(self._device)
             graphs = self._record(launch, pool, stream)
+            for graph in graphs:
+                graph.replay()
+            stream.synchronize()
             free_after, _ = torch.cuda.mem_get_info(self._device)
             del kept
         except torch.OutOfMemoryError:

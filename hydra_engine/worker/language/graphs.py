@@ -387,6 +387,7 @@ MAX_TOKENS = 2048  # from about there on launches are hidden behind what they co
 FEW_TOKENS = 2 * _TILE  # for an instance that only decodes, whose prompts are recomputed after a preemption
 _TOKENS = (16, 32, 64, *range(_TILE, MAX_TOKENS + 1, _TILE))
 _ROWS = (8, 32)  # and max_num_seqs
+_MAX_ROWS = 1024  # rows that a program can search for its tile
 
 # A prompt may have a tile of queries that is not full, and programs are launched for as many tiles, one for each head
 # of keys and values. Those without a tile end within 2 us, and an H200 runs 264 at once: for 32 prompts with 32 heads
@@ -410,12 +411,13 @@ class MixedSize(NamedTuple):
 
 def mixed_sizes(token_budget: int, max_num_seqs: int, max_tokens: int = MAX_TOKENS) -> tuple[MixedSize, ...]:
     """Default sizes of steps with prompts, ascending. Tokens: up to the first default that holds `token_budget`, at
-    most `max_tokens`. Rows for each number of tokens: 8, 32 and `max_num_seqs`, never more than that, nor than one per
-    token."""
+    most `max_tokens`. Rows for each number of tokens: 8, 32 and `max_num_seqs`, never more than that, than 1024, nor
+    than one per token."""
     sizes: list[MixedSize] = []
+    max_rows = min(max_num_seqs, _MAX_ROWS)
     for tokens in _TOKENS[: bisect_left(_TOKENS, token_budget) + 1]:
         if tokens <= max_tokens:
-            counts = {min(rows, tokens, max_num_seqs) for rows in (*_ROWS, max_num_seqs)}
+            counts = {min(rows, tokens, max_rows) for rows in (*_ROWS, max_rows)}
             sizes += [MixedSize(tokens, rows) for rows in sorted(counts)]
     return tuple(sizes)
 
