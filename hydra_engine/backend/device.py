@@ -253,8 +253,8 @@ class Device(Protocol):
         ...
 
     def capture(self, launch: Callable[[], None]) -> Graph:
-        """Captures `launch` as a graph on the calling lane's present partition, and so runs it: on a GPU once to warm
-        up and once to capture.
+        """Captures `launch` as a graph on the calling lane's present partition, and so runs it: on a GPU to warm up, to
+        capture, and as the graph.
 
         Graphs of a lane share one memory pool: read the results of one before the next is replayed. `launch` must not
         wait, copy from the host, or allocate memory that outlives it. Raises BackendError if it cannot be captured, and

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from math import prod
@@ -35,6 +34,7 @@ from hydra_engine.backend.base import (
 )
 from hydra_engine.backend.cpu.linear import DTYPE_CODES
 from hydra_engine.backend.quantized import FLOAT8, float8_rows
+from hydra_engine.backend.reference import delta_rule
 from hydra_engine.backend.reference.ops import ReferenceOps, activation
 from hydra_kernels.experts import Matrices
 from hydra_kernels.float8_rows import PART
@@ -364,9 +364,8 @@ def _causal_conv(
     *,
     tokens: int,
 ) -> Tensor:
-    with _places(states, writes) as (cache, written):
-        rows = StateRows(cu_q, starts, reads, written)
-        return OPS.causal_conv(x, weight, cache, 0, rows if tiles is not None else OPS.plan_mixed_states(rows, len(x)))
+    assert tiles is not None or tokens > 1, "a tile of one token is listed"
+    return delta_rule.causal_conv(x, weight, *_state_rows(states, cu_q, starts, reads, writes))
 
 
 def _delta_rule(
@@ -383,18 +382,18 @@ def _delta_rule(
     reads: Tensor,
     writes: Tensor,
 ) -> Tensor:
-    with _places(states, writes) as (cache, written):
-        rows = OPS.plan_mixed_states(StateRows(cu_q, starts, reads, written), len(v))
-        return OPS.delta_rule(DeltaInputs(q, k, v, a, b, rates, shift), cache, 0, rows)
+    inputs = DeltaInputs(q, k, v, a, b, rates, shift)
+    return delta_rule.delta_rule(inputs, *_state_rows(states, cu_q, starts, reads, writes))
 
 
-@contextmanager
-def _places(states: Tensor, writes: Tensor) -> Iterator[tuple[StateCache, Tensor]]:
-    """The states of a layer with one place more, for those that are not kept (-1)."""
-    more = torch.cat((states, torch.zeros_like(states[:1])))
-    layer = more.unsqueeze(1)
-    yield StateCache(layer, layer), torch.where(writes < 0, len(states), writes)
-    states.copy_(more[:-1])
+def _state_rows(
+    states: Tensor, cu_q: Tensor, starts: Tensor, reads: Tensor, writes: Tensor
+) -> tuple[StateCache, int, StateRows]:
+    """Arguments of the reference for the states of a layer, which it changes in their place: a cache is too large to
+    be copied for each launch."""
+    assert int(reads.min()) >= 0 and max(int(reads.max()), int(writes.max())) < len(states), "a slot beyond the states"
+    layer = states.unsqueeze(1)
+    return StateCache(layer, layer), 0, StateRows(cu_q, starts, reads, writes)
 
 
 REFERENCES: dict[str, Callable[..., Any]] = {

@@ -19,7 +19,7 @@ def test_a_launch_that_cannot_be_captured_spoils_no_other_one(
     exec(script, {})
     refused, counted = capsys.readouterr().out.splitlines()
     assert refused.startswith("said: the device ") and " failed: " in refused
-    assert counted == "said: 6.0", "4 on a GPU: this device computes while it captures, too"
+    assert counted == "said: 8.0", "6 on a GPU: this device computes while it captures, too"
 
 
 @pytest.mark.parametrize("fails_at", [1, 2])
@@ -33,4 +33,4 @@ def test_a_capture_that_runs_out_of_memory_says_so_and_spoils_no_other_one(
     exec(script.replace(large, 'raise torch.OutOfMemoryError("no memory")'), {})
     refused, counted = capsys.readouterr().out.splitlines()
     assert refused == "said: OutOfMemoryError"
-    assert counted == f"said: {6 + fails_at}.0", "5 on a GPU: this device computes while it captures, too"
+    assert counted == f"said: {8 + fails_at}.0", "7 on a GPU: this device computes while it captures, too"

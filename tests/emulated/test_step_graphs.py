@@ -127,7 +127,7 @@ ROOM = {"token_budget": 640}  # of a step, for several prompts with pictures
         *((family, "graphs") for family in WITH_PICTURES),
         *(("qwen3_vl", form) for form in ("deterministic", "divided", "full", "sliced")),
         *zip(
-            ("llava", "qwen2_vl", "internvl", "hybrid"),
+            ("llava", "qwen2_vl", "internvl", "minicpmv4_6"),
             ("deterministic", "divided", "full", "sliced"),
             strict=True,
         ),
