@@ -248,7 +248,7 @@ def test_recurrent_states_are_counted_before_the_caches() -> None:
 
 @pytest.mark.parametrize("family", ["llava_llama", "qwen2_vl"])
 def test_the_largest_encode_is_of_a_picture_that_the_family_takes(family: str, tmp_path: Path) -> None:
-    """One that is padded to a square may not be as long as others."""
+    """Leaves out lengths that a family refuses, as one that pads to a square does."""
     make_tiny(family, tmp_path, seed=0)
     vision = load_spec(tmp_path).vision
     assert vision is not None
