@@ -287,6 +287,24 @@ def test_graphs_take_memory_on_every_partition(tiny: Path) -> None:
     assert found.captured_tokens == 32
 
 
+@pytest.mark.parametrize("tiny", ["llava"], indirect=True)
+def test_a_model_that_cannot_be_captured_keeps_no_memory_for_graphs(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, settings = load_spec(tiny), config(token_budget=24, max_num_seqs=4, dtype="float32")
+
+    class Asynchronous(MeasuringDevice):
+        asynchronous = True
+
+    backend = Backend(Asynchronous([40]), create_backend("cpu", torch.float32, threads=1).ops, torch.float32, 1)
+    made = plan_memory(spec, EPD, settings, 4, 0, filling=Filling(8 * GIB))
+    model = load_model(tiny, spec, backend, EPD, random_weights=True)
+    monkeypatch.setattr(type(model), "can_be_captured", False)
+    with torch.inference_mode():
+        found = measure(model, backend, spec, EPD, settings, made)
+    assert found == WorkingMemory(40, 40, special_row_bytes(spec, settings))
+
+
 def test_estimates_count_what_the_role_runs() -> None:
     spec, settings = fake_spec(), config(token_budget=1000, max_num_seqs=10)
     decode = 4 * 10 * spec.language.vocab_size * 4

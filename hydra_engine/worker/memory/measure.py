@@ -38,6 +38,8 @@ def measure(
     `plan` says which caches there are, how many state slots, and the longest request. The device must report peaks; its
     errors are raised unchanged."""
     peaks = _Peaks(model, backend, spec, config, plan)
+    if not model.can_be_captured:
+        config = replace(config, enforce_eager=True)
     captures, partitions = backend.device.asynchronous, backend.device.partitions.count
     return working_memory(peaks, spec, role, config, captures=captures, partitions=partitions)
 
