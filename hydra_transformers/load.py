@@ -254,8 +254,8 @@ def load_generic(
     role: Role,
     progress: Progress | None = None,
 ) -> GenericModel:
-    """Reads the whole checkpoint and keeps the parts that `role` needs. Raises CheckpointError if it cannot be
-    served."""
+    """Reads the whole checkpoint and keeps the parts that `role` needs. Raises CheckpointError if it cannot be served,
+    and torch.OutOfMemoryError if the device's memory runs out."""
     with SafetensorsCheckpoint(model_dir) as checkpoint:  # complete and not pickled, before anything is read
         entries = checkpoint.entries
     total = sum(entry.nbytes for entry in entries.values())
@@ -267,6 +267,8 @@ def load_generic(
     with quiet_logging(), torch.inference_mode():
         try:
             model = _checked(module, spec, backend)
+        except torch.OutOfMemoryError:
+            raise
         except PROCESSOR_ERRORS as error:
             raise cannot_run(spec.architecture, spec.no_images_because or describe_error(error)) from error
     model.drop_unused(role)

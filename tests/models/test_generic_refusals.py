@@ -36,6 +36,7 @@ from hydra_transformers import build_spec
 from hydra_transformers.attention import MaskRule
 from hydra_transformers.build_spec import describe_in_process
 from hydra_transformers.describe import _no_images_because, describe, probe_picture
+from hydra_transformers.model import GenericModel
 from hydra_transformers.processor import PictureProcessor, load_processor
 from hydra_transformers.spec import PROCESSOR_ERRORS, Answer, describe_error
 from tools.miniatures import make_tiny
@@ -224,6 +225,19 @@ def test_a_model_that_computes_something_else_in_our_stages_is_refused(gemma3: P
     with pytest.raises(CheckpointError, match=r"its logits differ by [0-9.]+ of their spread from those of its own"):
         load_model(gemma3, wrong, reference, EPD)
     load_model(gemma3, spec, reference, EPD)
+
+
+def test_memory_that_runs_out_is_not_the_models_fault(
+    gemma3: Path, reference: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start then says what would make room, not that the model cannot run."""
+
+    def without_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(GenericModel, "encode", without_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        load_model(gemma3, spec_of(gemma3), reference, EPD)
 
 
 def test_caches_of_another_shape_are_refused(gemma3: Path, reference: Backend) -> None:
