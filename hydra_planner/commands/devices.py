@@ -172,14 +172,30 @@ def _measured_here(config: EngineConfig) -> StepCosts:
 
 
 def _kind(profile: Profile, costs: Costs) -> DeviceKind:
-    """The device of a profile. A GPU's memory and links come from its datasheet."""
-    from hydra_planner.hardware.devices import LINK_SHARE, find_device
+    """The device of a profile. A GPU's memory and links come from its datasheet; without one, memory is what the driver
+    reports, and links are the slowest known, which is logged. Raises ConfigError if such a GPU is not here."""
+    from hydra_planner.hardware.devices import LINK_SHARE, find_device, is_known, slowest_ways
     from hydra_planner.simulator.costs import DeviceKind
 
     if costs.threads:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return DeviceKind(profile.identity.processor or "this processor", costs, memory_bytes=free)
-    device = find_device(profile.identity.gpu)
+    gpu = profile.identity.gpu
+    here = next((info for info in devices.probe().devices if info.name == gpu), None)
+    if not is_known(gpu) and here is not None:
+        host_link, copies = slowest_ways()
+        log.log_always(
+            f"the planner has no datasheet of {gpu}: its memory is what the driver reports, its links to others are "
+            f"taken for {host_link.name}, and copies within it for the slowest known"
+        )
+        return DeviceKind(
+            gpu,
+            costs,
+            memory_bytes=here.memory_bytes,
+            link_bytes_per_s=host_link.bytes_per_s,
+            copy_bytes_per_s=copies,
+        )
+    device = find_device(gpu)
     return DeviceKind(
         device.name,
         costs,

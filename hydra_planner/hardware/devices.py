@@ -55,9 +55,26 @@ def devices() -> tuple[Device, ...]:
     return msgspec.json.decode(content, type=tuple[Device, ...])
 
 
+def is_known(name: str) -> bool:
+    """True if `find_device` finds the name."""
+    return _plain(name) in _known()
+
+
+def slowest_ways() -> tuple[Link, float]:
+    """(the way through the host, bytes per second of copies within a device): the slowest of all known devices, for a
+    device of which nothing is known."""
+    host = min(devices(), key=lambda device: device.host_bytes_per_s)
+    way = Link(host.host_link, LINK_SHARE * host.host_bytes_per_s)
+    return way, min(device.copy_bytes_per_s for device in devices())
+
+
+def _known() -> dict[str, Device]:
+    return {_plain(alias): device for device in devices() for alias in (device.name, *device.aliases)}
+
+
 def find_device(name: str) -> Device:
     """Finds a device by its name or an alias, ignoring case, spaces and hyphens. Raises ConfigError."""
-    known = {_plain(alias): device for device in devices() for alias in (device.name, *device.aliases)}
+    known = _known()
     found = known.get(_plain(name))
     if found is not None:
         return found

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from hydra_engine import profile_file
+from hydra_engine.backend import devices
 from hydra_engine.config import EngineConfig
 from hydra_engine.core.cost import CostSurface, Curve
 from hydra_engine.core.instances import EPD
@@ -168,6 +169,25 @@ def test_devices_are_of_several_kinds_or_like_this_machine(profile: Path) -> Non
     assert one.on_processor and [*several] == ["cuda:0", "cuda:1", "cuda:2"]
     with pytest.raises(ConfigError, match="write --devices 8"):
         devices_of("8xH200", profile, config, spec)
+
+
+def test_a_gpu_that_is_here_needs_no_datasheet(profile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is the driver's number; without it, the plan is refused as before."""
+    config, gpu = EngineConfig(), "NVIDIA GeForce RTX 5060 Ti"
+    spec = load_spec(config.model_path, config.spec_options)
+    read = profile_file.read(profile, Profile)
+    assert read is not None
+    identity = msgspec.structs.replace(read.identity, device="cuda:0", backend="cuda", gpu=gpu)
+    save(msgspec.structs.replace(read, identity=identity), profile)
+    with pytest.raises(ConfigError, match=f"the planner knows no device '{gpu}'"):
+        devices_of("2", profile, config, spec)
+    here = devices.CudaDeviceInfo(0, gpu, (12, 0), 36, 16 << 30, usable=True)
+    found = devices.CudaProbe("ok", "", ("sm_80", "sm_90", "compute_90"), 13000, 13000, (here,))
+    monkeypatch.setattr(devices, "probe", lambda: found)
+    kinds, _ = devices_of("2", profile, config, spec)
+    kind = kinds["cuda:1"]
+    assert (kind.name, kind.memory_bytes, kind.on_processor) == (gpu, 16 << 30, False)
+    assert (kind.link_bytes_per_s, kind.copy_bytes_per_s) == (0.8 * 31.5e9, 432e9)
 
 
 def test_mps_is_for_gpus(profile: Path) -> None:
