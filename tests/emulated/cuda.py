@@ -46,7 +46,7 @@ from tests.emulated.clock import Clock
 from tests.emulated.graphs import Capturing
 from tests.emulated.kernels import Extension, Launches, functions_of, kernel
 from tests.emulated.streams import Streams
-from tests.emulated.tensors import DEVICE, Present, new, pinned
+from tests.emulated.tensors import DEVICE, OnDevice, Present, new, pinned
 
 WITH_TORCH = (
     *(attention_timing, cuda_attention, cuda_cache, cuda_copies, cuda_graphs, cuda_host, cuda_lanes),
@@ -239,7 +239,10 @@ def open_peer(self: cuda_host.CudaDevice, export: PoolExport, descriptor: int) -
 
 
 def _tensor(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
-    """torch.tensor, which keeps the dispatcher out while it copies, also to where a context of torch.device says."""
+    """torch.tensor, which keeps the dispatcher out while it copies, also to where a context of torch.device says. A
+    number in a list may be a tensor of the device, which is waited for."""
+    if isinstance(data, (list, tuple)):
+        data = [one.tolist() if isinstance(one, OnDevice) else one for one in data]
     with torch._C.DisableTorchFunction():
         made = _REAL_TENSOR(data, **kwargs)
     return made.to(torch.empty(0).device if device is None else device)
