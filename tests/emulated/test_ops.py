@@ -9,6 +9,7 @@ from hydra_engine.backend.base import PagedCache, Routes
 from hydra_engine.backend.cuda.cache import CudaCacheOps
 from hydra_engine.backend.quantized import quantized
 from hydra_engine.backend.select import create_backend
+from hydra_engine.models.loading.quantize import quantize_in_torch, quantized_matrix
 from tests.emulated.streams import Streams
 from tests.emulated.tensors import DEVICE
 from tests.emulated.works import Work
@@ -102,3 +103,15 @@ def test_the_first_use_of_experts_launches_what_later_steps_do(launches: list[Wo
         launches.clear()
         ops.experts(x, routes, packed, "silu")
         assert len(launches) == expected
+
+
+@pytest.mark.parametrize("num_bits", [4, 8])
+def test_weights_are_quantised_in_few_launches(launches: list[Work], num_bits: int) -> None:
+    """A device computes chunks of the size of a processor's cache in less time than they take to launch."""
+    weight = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(3))
+    wanted = quantize_in_torch(weight, num_bits)
+    on_device = weight.to(DEVICE)
+    launches.clear()
+    found = quantized_matrix(on_device, num_bits)
+    assert len(launches) < 150
+    assert torch.equal(found.values.cpu(), wanted.values) and torch.equal(found.scales.cpu(), wanted.scales)
