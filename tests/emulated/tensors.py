@@ -370,10 +370,15 @@ def _mm(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
     return torch.mm(left.float(), right.float()).to(out_dtype)
 
 
-# Ops that no processor has.
+def _histc(numbers: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return torch.histc(numbers.float(), *args, **kwargs).to(numbers.dtype)
+
+
+# Ops that no processor has, or not for these types.
 _OF_DEVICES: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.mm.dtype: _mm,
     torch.ops.aten._scaled_mm.default: scaled_mm,
+    torch.ops.aten.histc.default: _histc,
 }
 
 

@@ -160,6 +160,25 @@ def check_int8_keys(streams: Streams, models: Models, **options: Any) -> None:
     assert_clean(streams)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "kind"), [("llava", "Q4_0"), ("qwen3_moe", "Q8_0"), ("qwen3", "F32")])
+def test_a_gguf_file_starts_and_answers(
+    streams: Streams, models: Models, tmp_path: Path, family: str, kind: str
+) -> None:
+    """As with the reference ops of a processor, which round no activations of quantised weights either."""
+    gguf_files = pytest.importorskip("tests.gguf_files", exc_type=ImportError)
+    gguf_files.write_gguf(models(family), tmp_path, kind)
+    answers = []
+    for device in ({"backend": "reference"}, {"device": "cuda"}):
+        with Engine(tmp_path, **SMALL, **device, max_num_seqs=6, **FORMS["graphs"]) as engine:
+            streams.serving = "device" in device
+            handles = [engine.submit(text, **ENDLESS, temperature=0) for text in ("one text", "and another one")]
+            answers.append([handle.result(60).token_ids for handle in handles])
+            streams.serving = False
+    assert answers[0] == answers[1] if kind == "F32" else all(answers[1])
+    assert_clean(streams)
+
+
 def test_flashinfer_reads_no_int8(models: Models) -> None:
     options = {"kv_cache_dtype": "int8", "attention_backend": "flashinfer"}
     with emulated_cuda(), pytest.raises(ConfigError, match="FlashInfer reads no int8"):
@@ -300,3 +319,25 @@ def test_blocks_move_between_instances(
     # A device reads a processor's memory where it is, and the other way round nothing can.
     by_host = not access or transport == "host" or case == "decoder on a processor"
     assert pulled and through_host == (pulled if by_host else 0)
+
+
+ADAPTED = ("llava", "smolvlm", "gemma3", "glm4v", "ernie4_5_vl_moe")  # the last one's experts are transformers' own
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ADAPTED)
+def test_models_through_transformers_answer_as_on_a_processor(streams: Streams, models: Models, family: str) -> None:
+    """Their modules may wait for the device, and nothing of them is captured."""
+    options = SMALL | {"model_impl": "transformers", "deterministic": False if family.endswith("moe") else None}
+    answers = []
+    for device in ("cpu", "cuda"):
+        with Engine(models(family), device=device, max_num_seqs=6, **options) as engine:
+            streams.serving = device == "cuda"
+            asked = [one for one in ASKED if len(one[1] or ()) < 2]
+            handles = [engine.submit(text, pictures, **(ENDLESS | given)) for text, pictures, given in asked]
+            answers.append([handle.result(60).token_ids for handle in handles])
+            streams.serving = False
+            assert_at_rest(engine)
+            assert not engine.summary.num_graphs and not any("graphs:" in note for note in engine.summary.notes)
+    assert answers[0] == answers[1]
+    assert not [found for found in streams.findings if "waits for the device" not in found.what]
