@@ -329,6 +329,17 @@ def test_estimates_count_what_the_role_runs() -> None:
     assert decodes.language_bytes == decode and decodes.captured_tokens == 256
 
 
+def test_a_device_with_room_for_all_but_graphs_is_told_to_do_without() -> None:
+    working = replace(WORKING, graph_bytes=300 * MIB)
+    own = WEIGHTS["PD"] + working.activation_bytes + MARGIN_BYTES + 100 * MIB
+    with pytest.raises(ResourceError, match=r"it fits with --enforce-eager \(no graphs, 300 MiB; steps take longer\)"):
+        plan(own, Role.P | Role.D, vision=None, working=working)
+    assert plan(own, Role.P | Role.D, vision=None, working=replace(working, graph_bytes=0)).num_kv_blocks
+    with pytest.raises(ResourceError) as refused:
+        plan(own, Role.P | Role.D, vision=None, working=working, enforce_eager=True)
+    assert "--enforce-eager" not in refused.value.message
+
+
 def test_where_graphs_do_not_fit_the_plan_has_fewer() -> None:
     """The largest steps with prompts are left out first, and all of them before a start is refused."""
     working = WorkingMemory(3, 2, 9 * MIB, 2048, (FewerGraphs(1024, 5 * MIB), FewerGraphs(0, MIB)))

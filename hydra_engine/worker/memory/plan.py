@@ -238,12 +238,17 @@ def _plan_or_refusal(
 
 def _fitting(needs: Needs, free_bytes: int, shares: int, filling: Filling | None, total_bytes: int) -> Sequence[str]:
     """Flags with which the instance has room; empty if there are none."""
+    without_graphs = list[str]()
+    if filling is not None and not needs.config.enforce_eager:
+        eager = replace(filling, working=filling.working.without_graphs(needs.spec, needs.config))
+        if isinstance(_plan_or_refusal(needs, free_bytes, shares, eager, total_bytes), CachePlan):
+            without_graphs = [f"--enforce-eager (no graphs, {size(filling.working.graph_bytes)}; steps take longer)"]
     filling = None if filling is None else replace(filling, weights_bytes=None)  # not those that are loaded
     for smaller in _smaller(needs):
         plans = {n: _plan_or_refusal(other, free_bytes, shares, filling, total_bytes) for n, other in smaller.items()}
         if fitting := [name for name, plan in plans.items() if isinstance(plan, CachePlan)]:
-            return fitting
-    return ()
+            return [*without_graphs, *fitting]
+    return without_graphs
 
 
 def _smaller(needs: Needs) -> Iterator[dict[str, Needs]]:

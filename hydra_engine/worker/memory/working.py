@@ -75,6 +75,11 @@ class WorkingMemory:
             fewer=tuple(less._replace(graph_bytes=less.graph_bytes * partitions) for less in self.fewer),
         )
 
+    def without_graphs(self, spec: ModelSpec, config: EngineConfig) -> WorkingMemory:
+        """The same with `enforce_eager`, on an undivided device: special rows alone keep their memory."""
+        kept = special_row_bytes(spec, config) if self.language_bytes else 0
+        return replace(self, graph_bytes=min(self.graph_bytes, kept), fewer=())
+
     def with_fewer_graphs(self) -> WorkingMemory | None:
         """The same with the next smaller set of graphs; None if there is none."""
         if not self.fewer:
