@@ -172,7 +172,7 @@ def test_devices_are_of_several_kinds_or_like_this_machine(profile: Path) -> Non
 
 
 def test_a_gpu_that_is_here_needs_no_datasheet(profile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its memory is the driver's number; without it, the plan is refused as before."""
+    """Takes the driver's number for its memory; without it, the plan is refused as before."""
     config, gpu = EngineConfig(), "NVIDIA GeForce RTX 5060 Ti"
     spec = load_spec(config.model_path, config.spec_options)
     read = profile_file.read(profile, Profile)

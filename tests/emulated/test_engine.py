@@ -165,7 +165,7 @@ def check_int8_keys(streams: Streams, models: Models, **options: Any) -> None:
 def test_a_gguf_file_starts_and_answers(
     streams: Streams, models: Models, tmp_path: Path, family: str, kind: str
 ) -> None:
-    """As with the reference ops of a processor, which round no activations of quantised weights either."""
+    """Computes as the reference ops of a processor, which round no activations of quantised weights either."""
     gguf_files = pytest.importorskip("tests.gguf_files", exc_type=ImportError)
     gguf_files.write_gguf(models(family), tmp_path, kind)
     answers = []
@@ -327,7 +327,7 @@ ADAPTED = ("llava", "smolvlm", "gemma3", "glm4v", "ernie4_5_vl_moe")  # the last
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ADAPTED)
 def test_models_through_transformers_answer_as_on_a_processor(streams: Streams, models: Models, family: str) -> None:
-    """Their modules may wait for the device, and nothing of them is captured."""
+    """Captures nothing of them, since their modules may wait for the device."""
     options = SMALL | {"model_impl": "transformers", "deterministic": False if family.endswith("moe") else None}
     answers = []
     for device in ("cpu", "cuda"):
