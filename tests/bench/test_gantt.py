@@ -44,6 +44,7 @@ def has_colour(picture: np.ndarray, colour: str) -> bool:
     return bool((picture == wanted).all(axis=-1).any())
 
 
+@pytest.mark.slow
 def test_the_picture_shows_stages_and_late_gaps(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plain, marked = tmp_path / "plain.png", tmp_path / "marked.png"

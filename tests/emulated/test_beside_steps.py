@@ -113,6 +113,7 @@ def loaded(model_dir: Path, **options: bool) -> Iterator[Serving]:
         yield Serving(busy)
 
 
+@pytest.mark.quick("0.00497")
 @pytest.mark.parametrize("allowance_s", [LIMIT_S, STEP_S])
 def test_an_encode_gets_on_beside_small_steps_with_a_limit(deep: Path, allowance_s: float) -> None:
     with loaded(deep) as both:
@@ -126,6 +127,7 @@ def test_an_encode_gets_on_beside_small_steps_with_a_limit(deep: Path, allowance
     assert STEP_S < max(steps) < 1.5 * STEP_S, "and steps hardly lose by it"
 
 
+@pytest.mark.slow
 def test_an_encode_waits_where_the_limit_leaves_less_than_a_step(deep: Path) -> None:
     """The gate holds it between its graphs."""
     with loaded(deep) as both:

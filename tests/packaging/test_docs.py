@@ -166,6 +166,7 @@ def is_said(quoted: str) -> bool:
     return any(pattern.search(sentence) for sentence in found)
 
 
+@pytest.mark.slow
 def test_the_troubleshooting_page_quotes_what_the_code_says() -> None:
     quoted = []
     for section in text_of(ROOT / "docs" / "troubleshooting.md").split("\n## ")[1:]:

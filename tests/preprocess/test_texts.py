@@ -152,6 +152,7 @@ async def test_a_child_that_somebody_kills_costs_nothing(start: Make) -> None:
     assert await texts.encode("a", user("hello")) == expected
 
 
+@pytest.mark.slow
 async def test_long_prompts_have_a_child_of_their_own(start: Make) -> None:
     texts = await start()
     (short,) = texts._short.host.pids()

@@ -164,6 +164,7 @@ def test_recurrent_states_move_on_as_those_of_the_reference(side: Side) -> None:
         torch.testing.assert_close(there.recurrent.cpu(), host.recurrent, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_captured_step_reads_its_rows_when_it_runs(side: Side) -> None:
     """Decodes beside prompts, rows and tokens that fill up the step: two mixes in the same tensors."""
     host, device = states(9, 4, 24, 4, 8), side.device

@@ -86,7 +86,7 @@ def test_what_is_packed_is_the_weight(shape: tuple[int, int, int, int], num_bits
     assert torch.equal(dequantized(found), weight.dequantized(torch.float32))
 
 
-@pytest.mark.quick("32)-4-torch.bfloat16", "96)-0-torch.float16")
+@pytest.mark.quick("32)-4-torch.bfloat16", "small_quantized_linear-(2, 20, 384, 96)-0-torch.float16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_bits", [4, 8, FLOATS])
 @pytest.mark.parametrize("shape", [*SHAPES, SPLIT], ids=str)
