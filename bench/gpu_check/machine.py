@@ -132,7 +132,7 @@ def unknown(machine: Machine) -> list[str]:
 
 
 def unknown_packages() -> list[str]:
-    """The same of packages, once those that were missing are installed."""
+    """Packages that no check has run with: a sentence for each. Call it once those that were missing are installed."""
     found = [text for name, known in KNOWN_PACKAGES.items() for text in _other(name, _version(name), known)]
     never = [f"{name} {version}: no check has run with it" for name in NEVER_RUN if (version := _version(name))]
     return found + never

@@ -206,6 +206,22 @@ def test_a_graph_is_full_or_nearly_empty(on_device: Rigs, models: Models, steps:
     assert [(size.tokens, size.rows) for size in rig.worker._language.graphs.mixed.sizes] == [(16, 8)]  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
+def test_a_step_over_recurrent_states_is_one_graph_for_some_fifty_launches(
+    on_device: Rigs, models: Models, steps: Steps
+) -> None:
+    """Counts those of a decoder of four layers, as a graph and op by op."""
+    rig = on_device("hybrid", **SMALL)
+    for base in (10, 30):
+        made = texts(base)[:2]
+        for request in made:
+            rig.add(request)
+        rig.generate(*made)
+        rig.worker._language._step._graphs = None  # type: ignore[union-attr]
+    assert max(steps.graphs) == LAUNCHES and len(steps.graphs) == len(steps.op_by_op)
+    assert min(steps.op_by_op) >= 45
+
+
 # ---- memory
 
 

@@ -78,7 +78,8 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def describe(self, use: str) -> str:
         """A line for the user: the use case and its best candidate; then, for each candidate but TRITON, its speed as a
-        multiple of TRITON's or the reason why it was left out. Of prompts also that captured ones take TRITON."""
+        multiple of TRITON's or the reason why it was left out. For PROMPTS it adds that captured steps take
+        TRITON, where that is not the best."""
         seconds = self.seconds[use]
         parts = [f"{name} {seconds[TRITON] / taken:.2f}" for name, taken in seconds.items() if name != TRITON]
         parts += [f"{name}: {why}" for name, why in self.left_out.get(use, {}).items()]

@@ -25,7 +25,7 @@ from hydra_engine.backend.quantized import QuantizedWeight, packed_numbers, quan
 from hydra_engine.models.specs.quantization import AT_LOAD_GROUP
 
 _TRIED = (7.4, 8.0, 8.6)  # more of them gain less than 1 % of the error
-# Weights per chunk: intermediate results stay in the CPU cache; of a GPU, launches take less time than results.
+# Weights per chunk: few enough for the CPU cache; on a GPU, so many that computing takes longer than launching.
 _CHUNK, _DEVICE_CHUNK = 1 << 18, 1 << 22
 
 
