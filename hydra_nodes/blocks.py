@@ -13,6 +13,7 @@ a thread and a socket's buffer. Does not know offers, devices, or when a block i
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import socket
 import struct
@@ -292,7 +293,7 @@ class TcpRemoteBlocks:
         self._closing = threading.Event()
         self._connection: BlockConnection | None = None  # over the socket, after its handshake
         self._pause_s = 0.0
-        self._due_s = 0.0  # when to connect again
+        self._due_s = -math.inf  # when to connect again; a clock may be below zero
 
     def read(
         self, kind: PoolKind, blocks: BlockIds, target: Rows, target_blocks: BlockIds, slot: int, word: int

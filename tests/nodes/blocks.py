@@ -126,11 +126,17 @@ def pull(
 
 @contextmanager
 def sides(
-    source: Backend, target: Backend, dtype: str = "float32", num_blocks: int = NUM_BLOCKS, **options: Any
+    source: Backend,
+    target: Backend,
+    dtype: str = "float32",
+    num_blocks: int = NUM_BLOCKS,
+    *,
+    target_blocks: TcpBlocks | None = None,
+    **options: Any,
 ) -> Iterator[tuple[Side, Side]]:
     """A source and a target that has opened it. `options`: of the source's exchange."""
     one = Side(source, "source", dtype, is_source=True, num_blocks=num_blocks, **options)
-    other = Side(target, "target", dtype, is_source=False, num_blocks=num_blocks)
+    other = Side(target, "target", dtype, is_source=False, num_blocks=num_blocks, blocks=target_blocks)
     try:
         connect(other, one)
         yield one, other

@@ -28,6 +28,7 @@ from hydra_nodes.session import handshake_client
 from hydra_nodes.tls import TlsFiles
 from tests.nodes.blocks import FORMATS, POISON, SECRET, SLOT, WORD, Side, connect, greeting, job, network, pull, sides
 from tests.nodes.certificates import make_authority, make_node
+from tests.virtual_clock import VirtualClock
 from tests.worker.pulling import num_descriptors, num_mappings
 
 KV = PoolKind.KV
@@ -367,6 +368,13 @@ def test_a_source_that_is_gone_is_dialled_less_and_less_often() -> None:
                 read(remote, rows.copy(), [1])
             times.append(time.monotonic() - began)
     assert times[0] < 0.04 < times[1] and times[2] > 0.09 and times[3] > 0.18
+
+
+def test_the_first_connection_is_made_at_once_whatever_the_clock_says() -> None:
+    network_before_zero = network("target", clock=VirtualClock(-3600.0))
+    with sides(cpu(), cpu(), target_blocks=network_before_zero) as (source, target):
+        assert pull(target, "source", KV, [5], [0]).valid
+        assert_arrived(source, target, KV, [5], [0])
 
 
 def test_both_ends_ask_at_rest_whether_the_other_lives() -> None:

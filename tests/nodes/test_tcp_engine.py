@@ -63,7 +63,7 @@ def test_tokens_are_those_of_one_machine(
         assert_at_rest(engine)
 
 
-@pytest.mark.parametrize("ahead_s", [-20000.0, 40000.0])
+@pytest.mark.parametrize("ahead_s", [-1e7, 40000.0])
 def test_times_of_a_node_whose_clock_differs_by_hours_and_drifts_are_right_within_the_error(
     launchers: list[TcpLauncher],
     tiny_model: Path,  # noqa: F811

@@ -172,7 +172,7 @@ class DeviceGate(Gate):
         self._step_s = 0.0  # when it began
         self._used_s = 0.0  # beside it, by pieces that are done
         self._in_flight: deque[_Piece] = deque()
-        self._done_s = 0.0  # when the last piece known to be done ended
+        self._done_s = -inf  # when the last piece known to be done ended
         self._expected: dict[int, float] = {}  # seconds, by kind
         self._kind: int | None = None  # of the vision step that runs
         self._behind: Mark | None = None  # the piece being launched begins after it, at `_begun_s` or later
