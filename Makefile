@@ -71,10 +71,12 @@ PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal -p randomly
 test: build
 	@$(PYTEST) -m "not slow" $(ARGS)
 
-# What `make test` leaves out, and properties with all their examples. Here every process starts in full, where
-# `make test` forks most of them from one that has torch loaded.
+# What `make test` leaves out, and properties with all their examples; then engines and commands whose processes start in full,
+# where other tests fork them from one that has torch loaded. ARGS=--drawn as in CI: of the tests marked so, a third of the cases.
+STARTS := tests/cli tests/engine/test_topologies.py tests/server/test_served.py
 test-all: build
-	@TESTS_EXEC=1 $(PYTEST) -m "slow or hypothesis" --hypothesis-profile=thorough $(ARGS)
+	@$(PYTEST) -m "slow or hypothesis" --hypothesis-profile=thorough $(ARGS)
+	@TESTS_EXEC=1 $(PYTEST) -m "not slow" $(STARTS)
 	@$(MAKE) --no-print-directory test-isa
 	@$(MAKE) --no-print-directory siege ARGS=
 

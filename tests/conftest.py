@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from random import Random
 
 import pytest
 
@@ -21,10 +22,14 @@ forkserver.install()
 gc.disable()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--drawn", action="store_true", help="of slow tests marked as drawn, a third of the cases only")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Processes that share the tests must call them the same. Of a test marked as quick in some cases the others are
-    slow."""
+    slow. With --drawn, of one marked as drawn the commit draws the slow cases that are run."""
     for item in items:
         quick = item.get_closest_marker("quick")
         if quick is not None and not any(word in item.name for word in quick.args):
@@ -33,6 +38,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             raise pytest.UsageError(
                 f"a test's name has an address in it, which differs between processes: {item.nodeid}"
             )
+    if config.getoption("drawn"):
+        left_out = cases_left_out(items)
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+        items[:] = [item for item in items if item.nodeid not in left_out]
+
+
+def cases_left_out(items: list[pytest.Item]) -> set[str]:
+    """Two thirds of each drawn test's slow cases, the same in all processes of a commit."""
+    from bench.common import commit
+
+    cases: dict[str, list[str]] = {}
+    for item in items:
+        if item.get_closest_marker("drawn") and item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item.nodeid)
+    random = Random(commit() or "")
+    return {case for test in sorted(cases) for case in random.sample(sorted(cases[test]), len(cases[test]) * 2 // 3)}
 
 
 @pytest.hookimpl(specname="pytest_collection_modifyitems", trylast=True)

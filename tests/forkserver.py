@@ -4,8 +4,8 @@
 it has imported what they import, forks, and the fork takes the command's arguments, environment, folder and descriptors
 and runs the module from its beginning. It is a process like any other: its own pid, signals, exit code, and an end with
 its parent's. What is forked has a server of its own, for the processes that it starts. What differs in more than that,
-such as a variable that libraries read when they are imported, is started in full; so is everything where
-TESTS_EXEC is set, as by `make test-all`. The child that decodes pictures may have less memory than torch takes: another
+such as a variable that libraries read when they are imported, is started in full; so is everything where TESTS_EXEC is
+set, as `make test-all` does for some. The child that decodes pictures may have less memory than torch takes: another
 server, which has imported no more than that child does, forks it for every process.
 
 Knows how processes start; nothing of what they do.

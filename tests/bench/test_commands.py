@@ -35,6 +35,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.drawn
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_it_ends_with_a_document(name: str) -> None:

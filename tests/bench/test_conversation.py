@@ -18,6 +18,7 @@ BLOCK = 16
 CLOSED = "<think>\\n\\n</think>\\n\\n"  # at the end of a prompt, and not in the history
 
 
+@pytest.mark.drawn
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "reasons"), [("llava", False), ("qwen2_5_vl", False), ("qwen3_vl", True), ("qwen3_5", False)]

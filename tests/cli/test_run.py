@@ -115,6 +115,7 @@ def end_with(number: int) -> Callable[[Terminal], int]:
     return end
 
 
+@pytest.mark.drawn
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "code"),

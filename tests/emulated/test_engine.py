@@ -104,6 +104,7 @@ def test_tokens_are_those_of_a_processor(streams: Streams, models: Models, famil
     check(streams, models(family), **FORMS["graphs"])
 
 
+@pytest.mark.drawn
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "form"),
@@ -199,6 +200,7 @@ def test_ops_of_sixteen_bits(streams: Streams, models: Models) -> None:
     assert_clean(streams)
 
 
+@pytest.mark.drawn
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fp8-compressed-channel", "fp8-128"])
 def test_the_demo_model_in_eight_bit_floats_answers_as_in_sixteen(
@@ -243,6 +245,7 @@ def test_random_weights_are_those_of_a_processor(models: Models) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.drawn
 @pytest.mark.quick("small")
 @pytest.mark.parametrize(
     ("total_bytes", "given", "wanted"),
@@ -299,6 +302,7 @@ MOVES: dict[str, tuple[str, str, bool]] = {  # topology, transport, whether devi
 }
 
 
+@pytest.mark.drawn
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MOVES)
 def test_blocks_move_between_instances(
@@ -324,6 +328,7 @@ def test_blocks_move_between_instances(
 ADAPTED = ("llava", "smolvlm", "gemma3", "glm4v", "ernie4_5_vl_moe")  # the last one's experts are transformers' own
 
 
+@pytest.mark.drawn
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ADAPTED)
 def test_models_through_transformers_answer_as_on_a_processor(streams: Streams, models: Models, family: str) -> None:

@@ -120,6 +120,7 @@ def test_a_step_with_pictures_is_one_graph(
 ROOM = {"token_budget": 640}  # of a step, for several prompts with pictures
 
 
+@pytest.mark.drawn
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "form"),

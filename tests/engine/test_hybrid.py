@@ -211,6 +211,7 @@ def test_the_tenth_turn_computes_its_own_tokens_and_encodes_one_picture(
     assert plain.chat(turn[:19], sampling=sampling(0)).token_ids == answers[9]
 
 
+@pytest.mark.drawn
 @pytest.mark.quick("num_kv_blocks")
 @pytest.mark.parametrize(
     "options",

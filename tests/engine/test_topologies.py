@@ -43,6 +43,7 @@ def every_late_token_is_explained(engine: Engine) -> None:
         assert slo.late_gaps == slo.num_gaps == len(gaps) == sum(slo.late_by.values()) == 7
 
 
+@pytest.mark.drawn
 @pytest.mark.quick("E+P+D")
 @pytest.mark.parametrize(
     ("topology", "options"),

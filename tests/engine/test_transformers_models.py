@@ -95,6 +95,7 @@ def is_equal(ours: Answer, expected: Answer) -> bool:
     return ours.token_ids == expected.token_ids and all(math.isclose(*pair, abs_tol=1e-3) for pair in pairs)
 
 
+@pytest.mark.drawn
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [name for name, refusal in MINIATURES.items() if not refusal])
 def test_a_miniature_answers_as_transformers_does_and_in_any_batch(

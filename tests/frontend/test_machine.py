@@ -254,4 +254,4 @@ def test_each_request_ends_once_whatever_happens() -> None:
 
 @pytest.mark.slow
 def test_each_request_ends_once_whatever_happens_for_longer() -> None:
-    run(max_examples=1500, stateful_step_count=50)
+    run(max_examples=600, stateful_step_count=50)

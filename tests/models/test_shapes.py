@@ -250,6 +250,7 @@ def test_it_chats_about_a_picture(name: str, tmp_path: Path) -> None:
     assert len(result.token_ids) == 6 and len(result.text) >= 6
 
 
+@pytest.mark.drawn
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2.5-vl-3b", "qwen3-vl-2b", "qwen3.5-0.8b"])
 def test_it_becomes_a_checkpoint_and_files_for_llama_cpp_that_answer_alike(name: str, tmp_path: Path) -> None:

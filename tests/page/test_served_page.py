@@ -143,6 +143,7 @@ def test_under_load_lanes_are_busy_and_counts_move(demo: Served, new_tab: OpenTa
 PLACES = {"page-narrow": (360, 760), "page-tablet": (820, 1100), "page-answer": (1440, 900), "page-wide": (1920, 1080)}
 
 
+@pytest.mark.drawn
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_what_it_looks_like(demo: Served, new_tab: OpenTab, scheme: str) -> None:

@@ -30,5 +30,5 @@ def test_each_mutation_changes_the_source_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_tests_fail_without_their_mechanism() -> None:
-    """Tries six of them, drawn by the commit."""
-    assert survivors(Random(commit()).sample(mutations(), 6)) == []
+    """Tries three of them, drawn by the commit."""
+    assert survivors(Random(commit()).sample(mutations(), 3)) == []

@@ -99,6 +99,7 @@ def drawn(seed: int) -> Case:
 HARD = (36, 47, 57, 61, 81)
 
 
+@pytest.mark.drawn
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*map(drawn, (*range(20), *HARD))])
 def test_a_stage_more_costs_no_goodput(case: Case) -> None:

@@ -81,6 +81,7 @@ def test_conversations_have_the_ids_of_transformers_processor(
             check(loop, sides, kind, random.Random(f"{kind} {seed}"))
 
 
+@pytest.mark.drawn
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_thousands_of_conversations(
