@@ -65,11 +65,11 @@ export ATEN_CPU_CAPABILITY := $(ISA_TORCH)
 export ONEDNN_MAX_CPU_ISA := $(ISA_ONEDNN)
 endif
 
-# In another order every time; the head says its seed, which --randomly-seed=N takes.
+# In another order every time; the head says its seed, which --randomly-seed=N takes. The architecture is looked at by `make check`.
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal -p randomly
 
 test: build
-	@$(PYTEST) -m "not slow" $(ARGS)
+	@$(PYTEST) -m "not slow" $(or $(ARGS),--ignore=tests/architecture)
 
 # What `make test` leaves out, and properties with all their examples; then engines and commands whose processes start in full,
 # where other tests fork them from one that has torch loaded. ARGS=--drawn as in CI: of the tests marked so, a third of the cases.

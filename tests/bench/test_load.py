@@ -157,6 +157,7 @@ def test_the_command_sends_a_load_and_prints_its_table(
     assert "secret" not in path.read_text() and stub.keys == ["Bearer secret"]
 
 
+@pytest.mark.slow
 def test_the_command_names_what_failed(
     stub: Stub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,6 +7,7 @@ import pytest
 from tests.cli.conftest import KEY, Here, Started
 
 
+@pytest.mark.slow
 def test_a_load_on_a_server_that_asks_for_a_key(server: Started, here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     load = ("bench", "serve", "--url", server.url, "--num-prompts", "4", "--request-rate", "40", "--images", "1")
     load = (*load, "--input-len", "8", "--output-len", "5", "--image-size", "32x32")

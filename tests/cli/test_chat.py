@@ -80,6 +80,7 @@ def test_a_picture_a_question_a_timeline_and_a_stop(
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
 
 
+@pytest.mark.slow
 def test_two_interrupts_leave(terminal: Terminal) -> None:
     terminal.interrupt("Ctrl-C again or Ctrl-D leaves\n> ")
     assert terminal.ended(interrupts=True) == 130

@@ -194,7 +194,7 @@ async def test_what_an_instance_says_before_it_dies_is_the_reason(make: Make, mo
     assert recorder.of("down", "e0")[1][2].startswith("the model is made of paper")
 
 
-@pytest.mark.quick("False")
+@pytest.mark.slow
 @pytest.mark.parametrize("stopped", [True, False])
 async def test_an_instance_that_hangs_while_it_starts_is_killed_and_started_again(
     make: Make, monkeypatch: pytest.MonkeyPatch, stopped: bool

@@ -113,7 +113,7 @@ def loaded(model_dir: Path, **options: bool) -> Iterator[Serving]:
         yield Serving(busy)
 
 
-@pytest.mark.quick("0.00497")
+@pytest.mark.slow
 @pytest.mark.parametrize("allowance_s", [LIMIT_S, STEP_S])
 def test_an_encode_gets_on_beside_small_steps_with_a_limit(deep: Path, allowance_s: float) -> None:
     with loaded(deep) as both:

@@ -252,6 +252,7 @@ def test_random_weights_are_those_of_a_processor(models: Models) -> None:
     [(1 << 32, {}, (4096, 256)), (600 << 20, {}, (2048, 64)), (1 << 32, {"token_budget": 24}, (24, 64))],
     ids=["large", "small", "given"],
 )
+@pytest.mark.slow
 def test_limits_of_a_step_follow_from_the_memory_of_the_device(
     models: Models, total_bytes: int, given: dict[str, int], wanted: tuple[int, int]
 ) -> None:

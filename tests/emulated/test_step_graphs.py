@@ -300,6 +300,7 @@ def test_graphs_that_find_no_memory_are_left_out(
     assert any("graphs of language steps are left out, the device has no memory" in note for note in summary.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "left_out"), [(0, 3), (3, 2)])
 def test_graphs_that_the_driver_has_no_memory_for_are_left_out(
     on_device: Rigs, models: Models, monkeypatch: pytest.MonkeyPatch, number: int, left_out: int

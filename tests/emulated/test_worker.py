@@ -85,7 +85,7 @@ def test_tokens_are_those_of_a_processor(
                 rig.leave(request)
 
 
-@pytest.mark.quick("True")
+@pytest.mark.slow
 @pytest.mark.parametrize("special", [False, True])
 def test_steps_are_launched_while_the_device_does_nothing(
     on_device: Rigs, models: Models, streams: Streams, replays: list[CUDAGraph], special: bool
@@ -138,6 +138,7 @@ def test_a_row_that_fails_fails_alone(on_device: Rigs, models: Models) -> None:
             rig.leave(request)
 
 
+@pytest.mark.slow
 def test_features_that_are_no_numbers_fail_their_picture(on_device: Rigs) -> None:
     rig = on_device("llava")
     sound, sick = with_pictures(rig, 1, seed=3, count=2), with_pictures(rig, 2, seed=4, count=1)
@@ -259,6 +260,7 @@ def test_blocks_are_pulled(streams: Streams, models: Models, pool: PoolKind) -> 
     assert_clean(streams)
 
 
+@pytest.mark.slow
 def test_streams_of_lanes_are_told_apart(on_device: Rigs, streams: Streams) -> None:
     """The test's own teeth: lanes work on streams of their own."""
     rig = on_device("llava")

@@ -66,6 +66,7 @@ def test_a_cancel_that_overtakes_its_request_is_not_lost(make_engine: EngineFact
     assert_at_rest(engine)
 
 
+@pytest.mark.slow
 def test_a_storm_of_cancels_leaves_nothing_behind(make_engine: EngineFactory) -> None:
     engine = make_engine(num_kv_blocks=96, max_model_len=300)
     rng = random.Random(5)

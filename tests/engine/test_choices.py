@@ -79,6 +79,7 @@ def test_every_answer_is_that_of_its_seed_and_finds_the_prompt_computed(
     [{"prefix_caching": False}, {"max_num_seqs": 1}, {"look_ahead": True}, {"num_kv_blocks": 24, "max_model_len": 88}],
     ids=str,
 )
+@pytest.mark.slow
 def test_whatever_the_cache_and_the_room(
     make_engine: EngineFactory, golden: list[tuple[int, ...]], options: dict[str, Any]
 ) -> None:

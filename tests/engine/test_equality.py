@@ -134,6 +134,7 @@ def penalised(engine_of_module: Engine) -> list[tuple[int, ...]]:
     return [engine_of_module.generate(prompt, **PENALISED).token_ids for prompt in PROMPTS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("token_budget", range(5, 10))
 def test_penalties_count_what_was_generated_before_a_preemption(
     make_engine: EngineFactory, penalised: list[tuple[int, ...]], token_budget: int

@@ -121,7 +121,7 @@ def test_an_exception_in_a_copy_costs_another_attempt(rig: Rig, name: str, point
     until(lambda: num_invalid(rig, name) >= invalid + 3, "three copies that do not count")
 
 
-@pytest.mark.quick("dst.mid_copy-d0")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["p0", "d0"])
 @pytest.mark.parametrize("point", ["dst.mid_copy", "dst.after_copy"])
 @pytest.mark.parametrize("rig", ["e_p_d"], indirect=True)

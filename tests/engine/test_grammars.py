@@ -119,6 +119,7 @@ def golden(tiny_model: Path) -> list[tuple[int, ...]]:
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_the_same_tokens_on_every_way(
     make_engine: EngineFactory, golden: list[tuple[int, ...]], options: dict[str, Any]
 ) -> None:

@@ -226,6 +226,7 @@ def test_the_tenth_turn_computes_its_own_tokens_and_encodes_one_picture(
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_conversations_under_pressure_are_the_same_with_and_without_reuse(
     make_engine: EngineFactory, hybrid_model: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,6 +107,7 @@ def test_scores_are_those_of_transformers(
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_nothing_changes_a_score(
     make_engine: EngineFactory, golden: list[tuple[Scores | None, tuple[int, ...]]], options: dict[str, Any]
 ) -> None:

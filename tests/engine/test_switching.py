@@ -62,7 +62,7 @@ def test_roles_change_under_load_and_back(tiny_model: Path, golden: list[Outcome
         assert roles(engine) == ["EPD", "EPD"]
 
 
-@pytest.mark.quick("1")
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [1, 0])
 def test_a_survivor_with_the_weights_stands_in(tiny_model: Path, golden: list[Outcome], lost: int) -> None:
     """Clients do not see that the instance is lost, and the roles are the old ones afterwards."""

@@ -54,6 +54,7 @@ def test_families_give_the_tokens_of_one_instance(
         pytest.param("2EPD", {}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_recurrent_states_move_with_their_keys_and_values(
     make_engine: EngineFactory, tmp_path: Path, topology: str, options: dict[str, Any]
 ) -> None:

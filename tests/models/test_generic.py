@@ -231,7 +231,7 @@ def test_mixed_batches_match_each_request_alone(name: str, directories: Director
         assert mixed == driver.generate(pair.request(prompt), wanted[index])
 
 
-@pytest.mark.quick("gemma3")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLAIN)
 def test_halves_of_a_model_work_together(name: str, directories: Directories) -> None:
     backend = create_backend("cpu", torch.float32, backend=BACKENDS[-1], threads=1)

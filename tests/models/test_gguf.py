@@ -147,6 +147,7 @@ def test_layers_that_guess_further_tokens_are_left_out(
     assert_near(logits(folder_of(tmp_path / "more.gguf"), reference), logits(directory, reference), "more")
 
 
+@pytest.mark.slow
 def test_experts_are_cut_out_of_the_tensors_of_all(
     checkpoint: CheckpointFactory, reference: Backend, tmp_path: Path
 ) -> None:

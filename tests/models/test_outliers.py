@@ -31,7 +31,7 @@ def outliers(
     return Outliers(tmp_path_factory.mktemp("outliers"), request.param, requests)
 
 
-@pytest.mark.quick("power-6-int8", "power-8-gptq-8", "power-8-w4-channel")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_outlier_channels_do_not_drown_the_others(outliers: Outliers, kind: str) -> None:
     """The rounding of the weights themselves is not counted."""

@@ -81,6 +81,7 @@ def test_the_usual_devices_are_built_for() -> None:
         ("rope_headsI13__nv_bfloat16Li8E", 10, 2),
     ],
 )
+@pytest.mark.slow
 def test_wide_kernels_move_16_bytes_at_once(arch: str, kernel: str, loads: int, stores: int) -> None:
     (accesses,) = [found for name, found in machine_code(arch).items() if kernel in name]
     wide_loads = [a for a in accesses if a.startswith("LDG") and ".128" in a]

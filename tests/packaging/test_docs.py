@@ -21,6 +21,7 @@ DOCUMENTS = sorted(path for folder in FOLDERS for path in folder.glob("*.md"))
 # Flags of other programs that the documents name.
 FOREIGN = {
     "CHANGELOG.md": {"enable-auto-tool-choice"},  # vLLM's, which changes nothing here
+    "CONTRIBUTING.md": {"drawn"},  # pytest's, of tests/conftest.py
     # vLLM's and SGLang's: refused here, or taken because they change nothing
     "docs/cli.md": {"tensor-parallel-size", "enable-auto-tool-choice", "enable-metrics"},
     "docs/cluster.md": {

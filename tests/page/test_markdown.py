@@ -72,6 +72,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 def test_common_markdown(page: Any) -> None:
     found = [(text, page.evaluate(_RENDER, text)) for text, _ in CASES]
     assert found == CASES

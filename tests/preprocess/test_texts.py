@@ -85,6 +85,7 @@ async def test_ids_are_those_of_this_process(start: Make, model_dir: Path) -> No
     assert await texts.generation_prompt("a", options, "user") == writer.generation_prompt(options, "user") != ""
 
 
+@pytest.mark.slow
 async def test_the_tokenizer_that_comes_back_is_the_same(model_dir: Path, tokenizers: dict[str, Any]) -> None:
     texts = SandboxedTexts(model_dir, SPEC)
     try:
@@ -119,7 +120,7 @@ LOOPS = "{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4
 MEMORY = ["{{ 'a' * 10**10 }}", "{{ [[1]] | tojson(indent=10**9) }}"]
 
 
-@pytest.mark.quick("indent")
+@pytest.mark.slow
 @pytest.mark.parametrize("costly", [*MEMORY, LOOPS])
 async def test_a_prompt_that_takes_too_much_fails_alone(start: Make, costly: str) -> None:
     options = {} if costly in MEMORY else {"command": (sys.executable, "-c", HASTY)}
@@ -130,7 +131,7 @@ async def test_a_prompt_that_takes_too_much_fails_alone(start: Make, costly: str
     assert ids == await texts.encode("a", user("hello"))
 
 
-@pytest.mark.quick("template0")
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE + MEMORY[0], "{{ messages[0].content * 100000 }}"])
 async def test_what_takes_too_much_at_once_is_not_served(start: Make, template: str) -> None:
     with pytest.raises(CheckpointError, match="short conversation"):

@@ -284,6 +284,7 @@ async def test_after_the_last_token(one: Rig) -> None:
         ("d0", "eng.mid_step"),
     ],
 )
+@pytest.mark.slow
 async def test_between_two_instances(two: Rig, name: str, point: str) -> None:
     """The client leaves while KV is offered, copied, acknowledged or freed."""
 

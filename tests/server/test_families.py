@@ -93,6 +93,7 @@ QUICK = {"qwen3_vl"}  # any size; the demo is of one size, and `make support` ru
     "case",
     [pytest.param(case, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, case in CASES.items()],
 )
+@pytest.mark.slow
 def test_the_server_says_what_transformers_says(
     case: FamilyCase, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:

@@ -73,6 +73,7 @@ def test_every_safeguard_is_needed(mutants: tuple[str, ...], sizes: dict, kind: 
     assert len(outcome.trace) >= 4
 
 
+@pytest.mark.slow
 def test_an_early_acknowledgement_alone_tears_nothing_because_the_word_is_read() -> None:
     """The word's check goes unnoticed without leases and faults: the pair above is what the order protects."""
     assert not explore(Model(**TWO, mutants=("ack_before_copy",))).violation

@@ -108,6 +108,7 @@ def rig(model_dir: Path, library: Library, device: GraphDevice, monkeypatch: pyt
     rig.worker.close()
 
 
+@pytest.mark.slow
 def test_replays_give_the_tokens_of_the_reference(
     rig: Rig, device: GraphDevice, library: Library, model_dir: Path
 ) -> None:
@@ -151,6 +152,7 @@ def test_sizes_take_turns(rig: Rig, device: GraphDevice, model_dir: Path) -> Non
     assert tokens == [full[: len(known)] for known, full in zip(tokens, expected(model_dir), strict=True)]
 
 
+@pytest.mark.slow
 def test_steps_are_launched_op_by_op_once_a_plan_no_longer_fits(
     rig: Rig, device: GraphDevice, library: Library, model_dir: Path
 ) -> None:

@@ -137,6 +137,7 @@ def wait_until(true: Callable[[], bool]) -> None:
         time.sleep(0)
 
 
+@pytest.mark.slow
 def test_vision_advances_in_every_step_whatever_the_allowance(eager_switches: None) -> None:
     """10,000 steps, each as soon as vision waits in the one before. Between two it may compute more than once."""
     gate, pieces, stop = LaneGate(VirtualClock()), 0, threading.Event()

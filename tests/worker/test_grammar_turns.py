@@ -52,6 +52,7 @@ def compiler(gate: Gate) -> Iterator[Compiler]:
     yield made
     gate.open()
     made.close()
+    made._compiler.shutdown()  # what it is in the middle of would begin at the gate of the next test
 
 
 def asks(client: str, expression: str, salt: str = "") -> Request:

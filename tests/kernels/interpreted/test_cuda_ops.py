@@ -11,6 +11,8 @@ from tests.kernels.scaled_mm import scaled_mm
 
 globals().update(TESTS)
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")  # the process in which nothing is interpreted runs other tests afterwards
 def side() -> Iterator[Side]:

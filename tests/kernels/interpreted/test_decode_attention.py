@@ -61,6 +61,7 @@ def test_a_request_gets_the_same_bits_alone_and_in_a_batch(heads: tuple[int, int
     assert torch.equal(decode(single, 0.1, 2), together[1:])
 
 
+@pytest.mark.slow
 def test_scores_far_from_zero() -> None:
     step = make_step([(1, 50)], (2, 1, 64), 16, torch.float32)
     result = decode(step, 40.0, 3)

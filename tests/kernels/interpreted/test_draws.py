@@ -144,6 +144,7 @@ def test_rows_that_are_not_finite_fail_alone(row: Row) -> None:
     assert tokens[0] == expected(logits[:1], [row])[0] and all(0 <= token < 100 for token in tokens)
 
 
+@pytest.mark.slow
 def test_a_row_is_drawn_alike_alone_and_among_others() -> None:
     rows = [FILTERS[1], FILTERS[5]]
     logits = logits_of(3, 100, seed=5)

@@ -108,6 +108,7 @@ def test_quantised_experts(num_bits: int, group_size: int, *, offsets: bool) -> 
         assert_close(result, expected, ulps=8, atol=float(expected.abs().max()) * 4 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.slow
 def test_a_row_has_the_same_bits_in_every_step() -> None:
     (gate_up, down), x = floats(torch.float32), random(18, WIDTH)
     stacks, (chosen, weights) = (torch.stack(gate_up), torch.stack(down)), routes_of(18, 2)

@@ -82,7 +82,7 @@ def test_the_inputs_of_few_outputs_are_split() -> None:
     assert all(small_launch(2, size, 4096, torch.bfloat16, 90).splits == 1 for size in (3584, 4096, 22016))
 
 
-@pytest.mark.quick("float32")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_row_has_the_same_bits_in_every_step(dtype: torch.dtype) -> None:
     """Two tiles of rows and more tiles than programs; what the other rows hold does not matter either."""

@@ -59,7 +59,7 @@ def test_a_captured_grid_may_be_larger_than_the_step() -> None:
     assert_attention_close(prefill(padded, 0.1, max_q=10)[:5].clone(), step.expected(0.1))
 
 
-@pytest.mark.quick("(7, 1, 32)")
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", HEADS[:2], ids=str)
 def test_a_captured_grid_finds_its_tiles(heads: tuple[int, int, int]) -> None:
     """The device alone knows the rows: decodes in front are another kernel's, the last requests have no tokens, and

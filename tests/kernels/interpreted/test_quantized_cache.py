@@ -116,7 +116,7 @@ def prefill(step: Step, scales: tuple[Tensor, Tensor] | None, max_q: int = 1) ->
     return prefill_attention(step.q, step.k_cache, step.v_cache, *tables, 0.3, max_q=max_q, scales=scales)
 
 
-@pytest.mark.quick("(14, 2, 64)-torch.float16")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_attention_over_integers(heads: tuple[int, int, int], dtype: torch.dtype) -> None:

@@ -115,6 +115,7 @@ def test_scales_of_any_dtype_and_offsets_are_not_rounded(group_size: int, scale_
             assert_close(linear(x, packed(weight)), expected_of(x, weight), ulps=4, atol=4e-6)
 
 
+@pytest.mark.slow
 def test_every_number_is_multiplied_exactly() -> None:
     """Covers all numbers at every place of a word, also -8 and -128, to which nothing is rounded, and subnormal
     ones."""
@@ -174,7 +175,7 @@ def test_a_row_has_the_same_bits_in_every_step(num_bits: int, dtype: torch.dtype
         assert torch.equal(invariant_quantized_linear(x[rows], weight, None, residual[rows], "silu"), full[rows])
 
 
-@pytest.mark.quick("[3]")
+@pytest.mark.slow
 @pytest.mark.parametrize("num_sms", [1, 3, 100])
 def test_every_tile_is_computed_by_any_number_of_programs(num_sms: int) -> None:
     x, weight = random(300, 16), weight_of(150, 16, 16, 8)
@@ -182,6 +183,7 @@ def test_every_tile_is_computed_by_any_number_of_programs(num_sms: int) -> None:
     assert_close(result, expected_of(x, weight), ulps=4, atol=4e-6)
 
 
+@pytest.mark.slow
 def test_few_rows_do_not_see_each_other() -> None:
     x, weight = random(16, 1152).half(), packed(weight_of(20, 1152, 128, 4, offsets=True))
     full = small_quantized_linear(x, weight)
