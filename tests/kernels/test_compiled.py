@@ -93,6 +93,7 @@ def test_few_rows_use_tensor_cores_and_one_row_does_not(capability: int) -> None
     assert compiled("linear-vector-3584", capability)["_small_linear_kernel"].count("mma") == 0
 
 
+@pytest.mark.drawn
 @pytest.mark.quick("[linear-few-3584-89]")
 @pytest.mark.parametrize("capability", [89, 100, 120])
 @pytest.mark.parametrize("name", PIPELINED)

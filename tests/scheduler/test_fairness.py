@@ -130,6 +130,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.drawn
 @pytest.mark.quick("large picture-long answer")
 @pytest.mark.parametrize(("many", "one"), PAIRS)
 def test_one_request_of_any_sort_ends_while_more_urgent_ones_of_any_sort_keep_coming(many: str, one: str) -> None:
