@@ -10,10 +10,11 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -99,6 +100,22 @@ def _cpu_model() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def start_process(command: Sequence[str | Path], **options: Any) -> subprocess.Popen[Any]:
+    """Starts a process that its caller ends; `options` are Popen's. A SIGTERM that comes meanwhile ends it first: a
+    handler that raises in the middle of Popen would leave a process that nobody knows. For the main thread."""
+    came: list[int] = []
+    handler = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    try:
+        process = subprocess.Popen(command, **options)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    if came:
+        process.kill()
+        process.wait()
+        signal.raise_signal(signal.SIGTERM)
+    return process
 
 
 def commit() -> str | None:

@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import ROOT, card, emit
+from bench.common import ROOT, card, emit, start_process
 from bench.peers.launch import DEFAULT_PEERS, PRECISIONS, SYSTEMS, Launch, Missing, Setup, hydra
 from bench.peers.table import features, table
 from bench.serve.servers import Server, running
@@ -100,7 +100,7 @@ def served(name: str, launch: Launch, setup: Setup, tree: Path, memory_gib: int)
     command = ["taskset", "-c", cores, "prlimit", f"--data={memory_gib << 30}", *launch.command]
     began_s = time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace") as log:
-        process = subprocess.Popen(
+        process = start_process(
             command, env=environment, cwd=tree, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
         )
         try:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.common import start_process
 from hydra_terminal.load.target import ServerFailed, Target, identify
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +60,7 @@ def running(server: Server, extra: tuple[str, ...] = ()) -> Iterator[Target]:
         return
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     with tempfile.NamedTemporaryFile(prefix="bench-serve-", suffix=".log") as log:
-        process = subprocess.Popen(
+        process = start_process(
             [*server.command, *extra], stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment, cwd=ROOT
         )
         try:

@@ -26,7 +26,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from bench.common import ROOT, card, emit
+from bench.common import ROOT, card, emit, start_process
 from hydra_engine.errors import CODES
 from tests.campaigns.hostile import CLOSED, Case, cases
 from tests.campaigns.hostile.pictures import data_url, noise
@@ -67,7 +67,7 @@ def serving(*arguments: str) -> Iterator[Server]:
     """`hydra-engine serve demo`, with its route for tests. It ends with the caller's block, however that ends. Raises
     RuntimeError if it does not end well."""
     command = [*COMMAND, *arguments]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    process = start_process(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         assert process.stderr is not None
         log: list[str] = []
