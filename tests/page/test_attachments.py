@@ -61,8 +61,9 @@ def test_a_video_is_attached_shown_sent_and_kept(served: Scripted, new_tab: Open
     assert "video/mp4" in (tab.get("image-input").get_attribute("accept") or "")
     tab.get("image-input").set_input_files([film])
     tab.wait("[data-testid=image-preview] img")
-    colour = tab.page.evaluate("""() => {
+    colour = tab.page.evaluate("""async () => {
       const image = document.querySelector("[data-testid=image-preview] img");
+      await image.decode();
       const canvas = Object.assign(document.createElement("canvas"), {width: 1, height: 1});
       canvas.getContext("2d").drawImage(image, 0, 0, 1, 1);
       return [...canvas.getContext("2d").getImageData(0, 0, 1, 1).data];

@@ -59,7 +59,7 @@ def test_pictures_come_by_button_by_drop_and_by_paste(served: Scripted, new_tab:
     assert tab.get("note").inner_text() == "notes.txt is not a PNG, JPEG, WebP, GIF or BMP picture."
     give(tab, "paste", ("", "image/png"))
     tab.wait("[data-testid=image-preview] >> nth=3")
-    assert tab.get("image-preview").locator("img").first.evaluate("i => i.complete && i.naturalWidth") > 0
+    assert tab.get("image-preview").locator("img").first.evaluate("i => i.decode().then(() => i.naturalWidth)") > 0
     assert tab.get("image-preview").locator(".size").first.inner_text() == "3 KiB"
     tab.press("Remove shapes.png")
     assert tab.get("image-preview").count() == 3
