@@ -98,6 +98,7 @@ WITH_PICTURES = (
 SMALL: dict[str, Any] = {"num_seq_slots": 8, "cuda_graph_sizes": (8,), "encoder_cuda_graph_sizes": (1,)}
 
 
+@pytest.mark.drawn
 @pytest.mark.quick("qwen3_vl-20-False")
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("chunk", [20, 1000])
@@ -150,6 +151,7 @@ def test_whole_prompts_over_int8_keys_are_graphs(streams: Streams, models: Model
     assert_graphs(steps)
 
 
+@pytest.mark.drawn
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["w4-32", "w8a8", "gptq-4-zeros", "fp8-128", "fp8-compressed-channel", "fp8-tensor"])
 def test_whole_prompts_with_quantised_weights_are_graphs(

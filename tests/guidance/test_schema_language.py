@@ -158,6 +158,7 @@ def test_no_text_breaks_its_schema(texts: Texts) -> None:
     assert num_tried > 300 and num_written > 50
 
 
+@pytest.mark.drawn
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(8))
 def test_no_text_breaks_its_schema_at_length(texts: Texts, part: int) -> None:

@@ -69,6 +69,7 @@ def on_the_newest(names: list[str]) -> list[Any]:
     return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("name", "capability"), targets(list(CASES)))
 def test_compiles_and_fits(name: str, capability: int) -> None:
     for kernel, result in compiled(name, capability).items():

@@ -92,6 +92,7 @@ def assert_equal(actual: Sequence[Tensor], expected: Sequence[Tensor], what: str
         assert torch.equal(one, other), f"{what}, plane {plane}"
 
 
+@pytest.mark.drawn
 @pytest.mark.quick("llava-gqa-native", "minicpmv4_6-plain-native", "qwen2_5_vl-plain-native")
 @pytest.mark.parametrize(("case", "variant", "ops"), RUNS)
 def test_waits_and_cuts_change_no_bit(case: FamilyCase, variant: str, ops: str, checkpoints: Checkpoints) -> None:

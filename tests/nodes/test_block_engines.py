@@ -43,6 +43,7 @@ def on_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hydra_engine.cluster.supervisor.LocalLauncher", TcpLauncher)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("topology", "options"),
     [

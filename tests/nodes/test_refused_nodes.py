@@ -104,6 +104,7 @@ def run(nodes: RayNodes, program: str, *arguments: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("topology", "code", "sentence"),
     [

@@ -32,6 +32,7 @@ HOLDS = {
 LARGER = {"three parts", "streams, two parts, a new attempt", "streams, two parts, two faults"}
 
 
+@pytest.mark.drawn
 @pytest.mark.quick("two faults", "two requests for one block]")
 @pytest.mark.parametrize(
     "what", [pytest.param(what, marks=pytest.mark.slow) if what in LARGER else what for what in HOLDS]
