@@ -131,7 +131,7 @@ def test_the_decisive_call_goes_on_where_parts_hang_fail_and_are_killed(tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGALRM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGALRM])
 def test_a_signal_keeps_what_there_is_and_ends_what_runs(tmp_path: Path, number: signal.Signals) -> None:
     folder = tmp_path / "out"
     check = start(folder, "build,works,serves,works")

@@ -246,7 +246,6 @@ def test_random_weights_are_those_of_a_processor(models: Models) -> None:
 
 
 @pytest.mark.drawn
-@pytest.mark.quick("small")
 @pytest.mark.parametrize(
     ("total_bytes", "given", "wanted"),
     [(1 << 32, {}, (4096, 256)), (600 << 20, {}, (2048, 64)), (1 << 32, {"token_budget": 24}, (24, 64))],

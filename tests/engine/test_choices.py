@@ -73,7 +73,6 @@ def test_every_answer_is_that_of_its_seed_and_finds_the_prompt_computed(
     assert len({answer.request_id for answer in reported}) == 3
 
 
-@pytest.mark.quick("num_kv_blocks", "look_ahead")
 @pytest.mark.parametrize(
     "options",
     [{"prefix_caching": False}, {"max_num_seqs": 1}, {"look_ahead": True}, {"num_kv_blocks": 24, "max_model_len": 88}],

@@ -108,7 +108,6 @@ def golden(tiny_model: Path) -> list[tuple[int, ...]]:
         return one_by_one(engine)
 
 
-@pytest.mark.quick("EP+D")
 @pytest.mark.parametrize(
     "options",
     [

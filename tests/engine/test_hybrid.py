@@ -212,7 +212,6 @@ def test_the_tenth_turn_computes_its_own_tokens_and_encodes_one_picture(
 
 
 @pytest.mark.drawn
-@pytest.mark.quick("num_kv_blocks")
 @pytest.mark.parametrize(
     "options",
     [

@@ -95,7 +95,6 @@ def test_scores_are_those_of_transformers(
         assert_right(result, logits)
 
 
-@pytest.mark.quick("'token_budget': 5}", "'look_ahead': True")
 @pytest.mark.parametrize(
     "options",
     [

@@ -63,7 +63,6 @@ def test_the_usual_devices_are_built_for() -> None:
     assert CODES == ["sm_80", "sm_90", "compute_90"]
 
 
-@pytest.mark.quick("sm_90")
 @needs_cuda
 @pytest.mark.parametrize("arch", CUBINS)
 @pytest.mark.parametrize(

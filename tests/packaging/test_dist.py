@@ -139,8 +139,8 @@ def test_make_dist_gives_the_same_bytes_and_a_wheel_that_an_index_takes_and_that
 CHECKER = """#!/bin/sh
 for last; do :; done
 case " $* " in
-  *" -c "*) g++ "$@" -fsyntax-only && exec g++ -fPIC -x c++ -c /dev/null -o "$last" ;;
-  *) exec g++ "$@" ;;
+  *" -c "*) c++ "$@" -fsyntax-only && exec c++ -fPIC -x c++ -c /dev/null -o "$last" ;;
+  *) exec c++ "$@" ;;
 esac
 """
 

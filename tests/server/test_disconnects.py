@@ -270,7 +270,6 @@ async def test_after_the_last_token(one: Rig) -> None:
     await both(one, reach)
 
 
-@pytest.mark.quick("d0-eng.mid_step")
 @pytest.mark.parametrize(
     ("name", "point"),
     [
