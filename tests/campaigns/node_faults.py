@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -28,6 +29,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -46,8 +48,9 @@ PORT = 6379
 REFUSED_S = 6.0  # `--recovery-s`, and a second for clients and a frontend that wait for busy cores
 FENCE_S = 10.0
 BEFORE_S, AFTER_S, HELD_S = 1.5, 2.0, 6.0  # of load around a fault, and of a fault that ends by itself
-READY_S = 90.0  # for the topology to be whole again
+READY_S = 150.0  # for the topology to be whole again
 REST_S = 10.0
+STOPPED_S = 0.1  # for what an instance has sent before it was stopped to arrive
 NUM_CLIENTS = 6
 SLOW = 0.05, 0.02  # seconds of delay, share of lost frames
 
@@ -108,6 +111,9 @@ class Load:
             if self._over.wait(0.1):
                 return
             self.answers.append(ask(self._url, index % len(QUESTIONS)))
+
+    def was_served_by(self, instance: str, since_s: float) -> bool:
+        return any(instance in one.instances for one in list(self.answers) if one.began_s > since_s)
 
     def judge(self, case: Case, fault_s: float, end_s: float) -> None:
         case.requests = len(self.answers)
@@ -219,12 +225,43 @@ class Campaign:
                 raise TimeoutError(f"not whole again: {self.instances()}")
             time.sleep(0.1)
 
-    def run(self, fault: str, strike: Callable[[], None], end: Callable[[], None], held_s: float, lost: str) -> None:
-        """`lost`: the instance that is lost and has to serve again, "" if none may be lost."""
+    def decodes_on(self, instance: str) -> bool:
+        """Returns whether the server has a request that decodes there."""
+        with urllib.request.urlopen(self._server.url + "/ui/events", timeout=30) as stream:
+            snapshot = json.loads(next(line for line in stream if line.startswith(b"data:")).removeprefix(b"data:"))
+        return any((one["instance"], one["stage"]) == (instance, "decode") for one in snapshot["running"])
+
+    def stop_at_work(self, host: str, instance: str) -> None:
+        """Stops the instance's process while a request decodes there, which then cannot end before the fault."""
+        (pid,) = self._deployment.hosts[host].processes("hydra_nodes.process\0")
+        deadline_s = time.monotonic() + READY_S
+        while time.monotonic() < deadline_s:
+            if self.decodes_on(instance):
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(STOPPED_S)
+                if self.decodes_on(instance):
+                    return
+                os.kill(pid, signal.SIGCONT)
+            time.sleep(0.1)
+        raise TimeoutError(f"no request decodes on {instance}")
+
+    def run(
+        self,
+        fault: str,
+        strike: Callable[[], None],
+        end: Callable[[], None],
+        held_s: float,
+        lost: str,
+        *,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`lost`: the instance that is lost and has to serve again, "" if none may be lost. `before`: what happens
+        under load, ahead of the fault."""
         case = Case(fault)
         restarts = {name: one["restarts"] for name, one in self.instances().items()}
         with Load(self._server.url, self._golden) as load:
             time.sleep(BEFORE_S)
+            before()
             fault_s = time.monotonic()
             strike()
             time.sleep(held_s)
@@ -233,13 +270,15 @@ class Campaign:
             self.wait_whole()
             back_s = time.monotonic()
             time.sleep(AFTER_S)
+            while lost and not load.was_served_by(lost, back_s) and time.monotonic() < back_s + READY_S:
+                time.sleep(0.1)
         case.lasted_s, case.back_s = end_s - fault_s, back_s - end_s
         load.judge(case, fault_s, end_s)
         now = {name: one["restarts"] for name, one in self.instances().items()}
         changed = {name for name in now if now[name] != restarts[name]}
         if changed != {lost} - {""}:
             case.problems.append(f"restarted: {sorted(changed)}")
-        if lost and not any(lost in one.instances for one in load.answers if one.began_s > back_s):
+        if lost and not load.was_served_by(lost, back_s):
             case.problems.append(f"{lost} serves nothing")
         if any(one.status != 200 for one in load.answers if one.began_s > back_s):
             case.problems.append("requests are refused afterwards")
@@ -272,7 +311,8 @@ def faults(campaign: Campaign, deployment: Deployment) -> None:
 
         return run
 
-    campaign.run("killed, another one serves (c)", hosts["c"].kill, restart("c"), HELD_S, "pd1")
+    at_work = partial(campaign.stop_at_work, "c", "pd1")
+    campaign.run("killed, another one serves (c)", hosts["c"].kill, restart("c"), HELD_S, "pd1", before=at_work)
     campaign.run("killed, the only encoder (b)", hosts["b"].kill, restart("b"), HELD_S, "e0")
     campaign.run("cut off, the only encoder (b)", lambda: switch.cut_off("b"), switch.cuts.clear, FENCE_S + 2, "e0")
     campaign.run("cut between b and c", lambda: switch.cut_off("b", "c"), switch.cuts.clear, HELD_S, "")

@@ -30,4 +30,5 @@ def test_each_request_is_answered_as_by_one_instance_or_refused_in_time(tmp_path
     refused = {fault for fault, case in cases.items() if case["refused"]}
     assert refused == {fault for fault in cases if "only encoder" in fault}, "where nobody else serves the stage"
     assert cases["killed, another one serves (c)"]["continued"]
-    assert cases["cut between b and c"]["slowest_answer_s"] < 5.0, "they go where the encoder is reached"
+    cut = cases["cut between b and c"]
+    assert cut["slowest_answer_s"] < cut["lasted_s"], "they go where the encoder is reached"
