@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Awaitable, Mapping
 from importlib import import_module
@@ -42,6 +43,7 @@ NO_REPORTS = ("RAY_USAGE_STATS_ENABLED", "0")  # a Ray that is started here dial
 LEAVE_S = 5.0
 REACH_S = 3.0  # for a connection to the cluster's address
 PLACE_S = 8.0  # for Ray to place the bundles: what a server before this one had is free after some seconds
+EMPTY_S = 0.1  # after an empty answer of Ray's head
 START_S = 30.0  # for Ray to start the agents, each of which imports the engine
 CPU, GPU = "CPU", "GPU"  # names of Ray's resources
 LABEL = "hydra-engine/node"  # of Ray's, whose value is a node's name wherever it runs
@@ -163,6 +165,7 @@ class RayCluster:
                 param="launcher",
             ) from error
         check_reachable(address or os.environ.get("RAY_ADDRESS", ""))
+        _pause_listeners()
         try:
             self._ray.init(address=address, logging_level="error", namespace="hydra-engine")
         except (ConnectionError, RuntimeError, ValueError, PermissionError) as error:
@@ -328,6 +331,27 @@ def check_reachable(address: str) -> None:
     except OSError as error:
         reason = error.strerror or f"no answer within {REACH_S:g} s"
         raise ConfigError(f"no Ray cluster is reached at {address} ({reason})", param="ray_address") from error
+
+
+def _pause_listeners() -> None:
+    """Makes Ray's threads that print logs and errors of nodes wait after an empty answer. Without a head each answer is
+    empty and comes at once, and Ray 2.60 asks again at once: two busy threads, which hold Python's lock."""
+    raylet = import_module("ray._raylet")
+    for name in ("GcsErrorSubscriber", "GcsLogSubscriber"):
+        subscriber = getattr(raylet, name, None)
+        if subscriber is not None and not hasattr(subscriber, "pauses"):
+            setattr(raylet, name, _with_pauses(subscriber))
+
+
+def _with_pauses(subscriber: Any) -> type:
+    def poll(self: Any, timeout: float | None = None) -> Any:
+        answer = subscriber.poll(self, timeout)
+        said = answer.get("lines") if isinstance(answer, dict) else answer and answer[1]
+        if not said:
+            time.sleep(EMPTY_S)
+        return answer
+
+    return type(subscriber.__name__, (subscriber,), {"poll": poll, "pauses": True})
 
 
 def _take_back_signals() -> None:

@@ -315,7 +315,7 @@ def test_two_nodes_answer_as_one_and_any_of_them_may_die(nodes: RayNodes) -> Non
 
 
 HEADLESS = """
-import asyncio, os, signal, sys
+import asyncio, os, signal, sys, time
 from hydra_engine.config import ClusterConfig, EngineConfig
 from hydra_nodes.ray_launcher import RayCluster
 
@@ -324,6 +324,10 @@ async def main():
     on = ClusterConfig(launcher="ray", ray_address=sys.argv[1])
     await cluster.place(EngineConfig(topology="EPD@a", cluster=on))
     os.kill(int(sys.argv[2]), signal.SIGKILL)
+    await asyncio.sleep(1)
+    before_s = time.process_time()
+    await asyncio.sleep(2)
+    print(time.process_time() - before_s)
     await cluster.free()
 
 asyncio.run(main())
@@ -334,9 +338,11 @@ sys.exit(5)
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_without_its_head_a_process_ends_with_its_own_exit_code(programs: Path) -> None:
+def test_without_its_head_a_process_has_its_time_and_ends_with_its_own_exit_code(programs: Path) -> None:
     with cluster(programs, "127.0.0.1") as started:
         (head,) = [pid for pid in descendants(started.processes["a"].pid) if is_named(pid, "gcs_server")]
         command = [str(programs / "python"), "-c", HEADLESS, started.address, str(head)]
         done = subprocess.run(command, env=started.environment, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (5, "left\n"), done.stderr
+    used_s, left = done.stdout.split()
+    assert (done.returncode, left) == (5, "left"), done.stderr
+    assert float(used_s) < 0.5, "of two seconds"
