@@ -156,6 +156,7 @@ class RayCluster:
         os.environ["RAY_AUTH_MODE"] = "token"
         for variable in (HEADLESS, JOIN_TRIES, NO_REPORTS):
             os.environ.setdefault(*variable)
+        hook = sys.excepthook
         try:
             self._ray = import_module("ray")
         except ImportError as error:
@@ -164,6 +165,7 @@ class RayCluster:
                 "`pip install 'ray>=2.60,<3'`",
                 param="launcher",
             ) from error
+        sys.excepthook = hook  # Ray's tells the head of an exception first, and without a head it waits for a minute
         check_reachable(address or os.environ.get("RAY_ADDRESS", ""))
         _pause_listeners()
         try:
