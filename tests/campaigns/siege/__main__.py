@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -130,6 +131,8 @@ def main() -> int:
     parser.add_argument("--state", metavar="FILE", help="of the long form, to which its pieces add up")
     parser.add_argument("--list", action="store_true", help="tells the cases and controls")
     arguments = parser.parse_args()
+    # A shell without job control starts what runs in the background with this signal ignored, and servers inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     seed = arguments.seed or seed_of_commit()
     if arguments.list:
         print("\n".join([*(case.full_name for case in ALL), *(f"control {name}" for name in controls.names())]))
