@@ -168,6 +168,7 @@ class RayCluster:
         sys.excepthook = hook  # Ray's tells the head of an exception first, and without a head it waits for a minute
         check_reachable(address or os.environ.get("RAY_ADDRESS", ""))
         _pause_listeners()
+        _print_to_stderr()
         try:
             self._ray.init(address=address, logging_level="error", namespace="hydra-engine")
         except (ConnectionError, RuntimeError, ValueError, PermissionError) as error:
@@ -354,6 +355,14 @@ def _with_pauses(subscriber: Any) -> type:
         return answer
 
     return type(subscriber.__name__, (subscriber,), {"poll": poll, "pauses": True})
+
+
+def _print_to_stderr() -> None:
+    """Makes Ray print what nodes log, and that one is lost, on standard error: on standard output are answers."""
+    worker: Any = import_module("ray._private.worker")
+    prints = getattr(worker, "print_worker_logs", None)
+    if prints is not None and prints.__module__ != __name__:
+        worker.print_worker_logs = lambda data, _, ignore_prefix=False: prints(data, sys.stderr, ignore_prefix)
 
 
 def _take_back_signals() -> None:

@@ -347,3 +347,43 @@ def test_without_its_head_a_process_has_its_time_and_ends_with_its_own_exit_code
     assert done.returncode == 5, done.stderr
     used_s, left = done.stdout.split()
     assert left == "left" and float(used_s) < 0.5, "of two seconds"
+
+
+SPEAKING = """
+import asyncio, sys
+import ray
+from ray._private.utils import publish_error_to_driver
+from hydra_engine.config import ClusterConfig, EngineConfig
+from hydra_nodes.ray_launcher import RayCluster
+
+def speak():
+    print("said by an actor")
+
+async def main():
+    cluster = RayCluster()
+    on = ClusterConfig(launcher="ray", ray_address=sys.argv[1])
+    await cluster.place(EngineConfig(topology="EPD@a", cluster=on))
+    ray.get(ray.remote(speak).options(num_cpus=0).remote())
+    publish_error_to_driver("node", "said by the head", ray._private.worker.global_worker.gcs_client)
+    print("answer", flush=True)
+    sys.stdin.read()
+    await cluster.free()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_what_ray_prints_is_not_among_answers(nodes: RayNodes, tmp_path: Path) -> None:
+    command = [str(nodes.programs / "python"), "-c", SPEAKING, nodes.address]
+    answers, log = tmp_path / "answers", tmp_path / "log"
+    with answers.open("w") as out, log.open("w") as errors:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=errors, env=nodes.environment)
+    try:
+        wait_until(
+            lambda: all(words in log.read_text() for words in ("said by an actor", "said by the head")), "both are said"
+        )
+    finally:
+        process.communicate(timeout=60)
+    assert answers.read_text() == "answer\n" and process.returncode == 0

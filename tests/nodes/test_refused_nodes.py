@@ -29,21 +29,24 @@ __path__ = [{folder!r}]
 exec(Path({folder!r}, "__init__.py").read_text())
 __version__ = "0.0.9"
 """
+# What Ray prints itself, for example that a node was lost some time ago, goes elsewhere.
 LEFT = """
 import sys
 import ray
 from ray._private.state import actors
+answers, sys.stdout = sys.stdout, sys.stderr
 ray.init(address=sys.argv[1], logging_level="error", log_to_driver=False)
 groups = [group for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]
-print(groups + [actor for actor in actors().values() if actor["State"] != "DEAD"])
+print(groups + [actor for actor in actors().values() if actor["State"] != "DEAD"], file=answers)
 """
 HOLD = """
 import sys, time
 import ray
+answers, sys.stdout = sys.stdout, sys.stderr
 ray.init(address=sys.argv[1], logging_level="error", log_to_driver=False)
 group = ray.util.placement_group([{"CPU": float(sys.argv[3]), f"node:{sys.argv[2]}": 0.001}])
 ray.get(group.ready())
-print("held", flush=True)
+print("held", file=answers, flush=True)
 time.sleep(600)
 """
 
