@@ -37,11 +37,11 @@ class Stub:
     def start(self) -> None:
         self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._serve()))
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(30)
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._ended.set)
-        self._thread.join(10)
+        self._thread.join(30)
         self._loop.close()
 
     async def _serve(self) -> None:

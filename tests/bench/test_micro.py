@@ -267,7 +267,7 @@ def test_two_lanes_run_at_once() -> None:
         def one_more_step() -> None:
             while steps.acquire(blocking=False):
                 pass
-            assert steps.acquire(timeout=10)
+            assert steps.acquire(timeout=30)
 
         beside = Duo(device, vision, language, one_more_step, steps.release).beside(0.01)
         assert beside.num_firsts >= MIN_FIRSTS and beside.whole_s >= 0.01 and beside.num_steps > 0

@@ -124,7 +124,7 @@ def test_an_interrupt_ends_a_download_which_goes_on_later(tmp_path: Path) -> Non
             with subprocess.Popen(started, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as process:
                 assert hub.halfway.wait(60)
                 process.send_signal(number)
-                _, said = process.communicate(timeout=10)
+                _, said = process.communicate(timeout=30)
             assert process.returncode == code and "Traceback" not in said
             assert len(list(blobs.iterdir())) >= 3 and not list(blobs.glob("*.incomplete"))
     with Hub(NAME, files).serving() as hub:

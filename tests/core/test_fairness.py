@@ -285,7 +285,7 @@ def test_work_that_outlives_its_loop_ends_quietly(caplog: pytest.LogCaptureFixtu
     gate, done = threading.Event(), threading.Event()
 
     def work() -> None:
-        gate.wait(10)
+        gate.wait(30)
         done.set()
 
     async def leave() -> None:
@@ -296,7 +296,7 @@ def test_work_that_outlives_its_loop_ends_quietly(caplog: pytest.LogCaptureFixtu
     pool = WorkerPool("t", num_workers=1, max_waiting=2, noun="jobs")
     asyncio.run(leave())
     gate.set()
-    assert done.wait(10)
+    assert done.wait(30)
     pool._executor.shutdown()
     gc.collect()
     assert not caplog.records

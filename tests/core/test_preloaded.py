@@ -110,7 +110,7 @@ def test_exit_codes_are_those_of_popen_and_a_killed_one_is_gone(start: Start) ->
     with pytest.raises(subprocess.TimeoutExpired):
         waiting.wait(0.01)
     waiting.kill()
-    assert waiting.wait(10) == -signal.SIGKILL and not Path(f"/proc/{waiting.pid}").exists()
+    assert waiting.wait(30) == -signal.SIGKILL and not Path(f"/proc/{waiting.pid}").exists()
     waiting.kill()  # nobody
 
 
@@ -120,7 +120,7 @@ def test_the_end_ends_all_forks_and_a_second_is_none(preloaded: Preloaded, start
     preloaded.close()
     preloaded.close()
     assert not preloaded.is_alive and not any(is_running(fork.pid) for fork in forks)
-    assert [fork.wait(10) for fork in forks] == [-signal.SIGKILL] * 2
+    assert [fork.wait(30) for fork in forks] == [-signal.SIGKILL] * 2
     with pytest.raises(OSError):
         start("wait")
 
@@ -128,7 +128,7 @@ def test_the_end_ends_all_forks_and_a_second_is_none(preloaded: Preloaded, start
 def test_one_that_is_killed_takes_its_forks_along(preloaded: Preloaded, start: Start) -> None:
     fork = start("wait")
     preloaded._process.kill()
-    assert fork.wait(10) == -signal.SIGKILL
+    assert fork.wait(30) == -signal.SIGKILL
     until(lambda: not is_running(fork.pid))
     with pytest.raises(OSError):
         start("wait")

@@ -160,7 +160,7 @@ def test_cancelling_ends_all_answers(make_engine: EngineFactory, monkeypatch: py
         time.sleep(0.1)
     handle.cancel()
     with pytest.raises(RequestAborted):
-        handle.result(10)
+        handle.result(30)
     assert_at_rest(engine)
     assert [type(result.error) for result in reported] == [RequestAborted] * (3 if begun else 1)
 

@@ -87,7 +87,7 @@ async def test_whoever_waits_is_told(make_engine: EngineFactory) -> None:
     await engine.aclose()
     for waiting in (several, handle):
         with pytest.raises(EngineClosed):
-            await asyncio.wait_for(asyncio.ensure_future(waiting), 10)
+            await asyncio.wait_for(asyncio.ensure_future(waiting), 30)
 
 
 def test_its_own_thread_may_not_wait_for_itself(make_engine: EngineFactory) -> None:

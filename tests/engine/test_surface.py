@@ -281,7 +281,7 @@ def test_closing_ends_running_requests(make_engine: EngineFactory) -> None:
     next(iter(handle))
     engine.close()
     with pytest.raises(EngineClosed):
-        handle.result(5)
+        handle.result(30)
 
 
 def test_results_can_be_pickled(engine: Engine) -> None:

@@ -84,7 +84,7 @@ async def test_nothing_is_given_away_on_another_thread() -> None:
     handle.offer_pieces_to(take)
     frontend = threading.Thread(target=feed)
     frontend.start()
-    await asyncio.wait_for(read(handle, seen), 10)
+    await asyncio.wait_for(read(handle, seen), 30)
     frontend.join()
     assert taken == [] and "".join(seen).split() == [str(number) for number in range(50)]
 
@@ -111,9 +111,9 @@ def test_readers_of_every_kind_at_the_same_time() -> None:
     for handle in handles:
         text = "".join(itertools.chain.from_iterable(piece.text for piece in handle))
         assert text.split() == [str(number) for number in range(20)]
-        assert handle.result(10).finish_reason is FinishReason.STOP
+        assert handle.result(30).finish_reason is FinishReason.STOP
     for thread in threads:
-        thread.join(10)
+        thread.join(30)
     assert len(told) == 2 * len(handles)
 
 

@@ -43,7 +43,7 @@ NODES = [
 ]
 SOURCES = f"{ROOT}:{ROOT / 'kernels'}"
 CPU_NODES = 4
-REFUSED_S = 10.0  # 5 on idle cores
+REFUSED_S = 30.0  # 5 on idle cores
 
 
 def config_of(topology: str) -> EngineConfig:

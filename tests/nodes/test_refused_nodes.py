@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hydra_nodes.ray_launcher import PLACE_S, START_S
+from hydra_nodes.ray_launcher import START_S
 from tests.gguf_files import write_gguf
 from tests.nodes.test_ray import CPU_NODES, SOURCES, RayNodes, cluster, descendants, is_named, programs
 from tests.server.test_served import DEMO, ROOT, Served
@@ -85,13 +85,11 @@ Refusal = Callable[..., tuple[int, str]]
 def refusal(nodes: RayNodes, model: Path, tmp_path: Path) -> Iterator[Refusal]:
     """A function that returns the exit code of a server that does not start, and its last line."""
 
-    def refuse(topology: str, *options: str, limit_s: float, served: Path = model, **variables: str) -> tuple[int, str]:
+    def refuse(topology: str, *options: str, served: Path = model, **variables: str) -> tuple[int, str]:
         command = [str(nodes.programs / "python"), "-m", "hydra_engine", "serve", str(served), "--port", "0"]
         command += ["--cluster", "ray", "--ray-address", nodes.address, "--topology", topology, *options]
-        began_s = time.monotonic()
         environment = nodes.environment | variables
         done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-        assert time.monotonic() - began_s < limit_s, done.stderr
         assert "Traceback" not in done.stderr
         return done.returncode, done.stderr.strip().splitlines()[-1]
 
@@ -120,14 +118,14 @@ def run(nodes: RayNodes, program: str, *arguments: str) -> str:
     ],
 )
 def test_a_node_that_does_not_fit_is_named(refusal: Refusal, topology: str, code: int, sentence: str) -> None:
-    assert_refused(refusal(topology, limit_s=60.0), code, sentence)
+    assert_refused(refusal(topology), code, sentence)
 
 
 def test_nodes_make_folders_of_their_own_for_gguf_files_and_need_the_same_files(
     refusal: Refusal, nodes: RayNodes, model: Path
 ) -> None:
     text, mmproj = sorted((model.parent / "files").iterdir(), key=lambda path: path.name.startswith("mmproj"))
-    refused = refusal("E@c+PD@a", "--mmproj", str(mmproj), served=text, limit_s=60.0)
+    refused = refusal("E@c+PD@a", "--mmproj", str(mmproj), served=text)
     assert_refused(refused, 2, "instance e0 on node c: node 'c' has model digest")
     command = [str(nodes.programs / "python"), "-m", "hydra_engine", "serve", str(text), "--mmproj", str(mmproj)]
     command += ["--port", "0", "--cluster", "ray", "--ray-address", nodes.address, "--topology", "E@b:cpu+PD@a"]
@@ -142,9 +140,9 @@ def assert_refused(refused: tuple[int, str], code: int, sentence: str) -> None:
 
 
 def test_ray_that_is_not_reached_and_another_token(refusal: Refusal, nodes: RayNodes) -> None:
-    refused = refusal("E@a+PD@a", "--ray-address", "127.0.0.1:1", limit_s=30.0)
+    refused = refusal("E@a+PD@a", "--ray-address", "127.0.0.1:1")
     assert_refused(refused, 2, "no Ray cluster is reached at 127.0.0.1:1 (Connection refused)")
-    refused = refusal("E@a+PD@a", limit_s=60.0, RAY_AUTH_TOKEN="another token of some length")
+    refused = refusal("E@a+PD@a", RAY_AUTH_TOKEN="another token of some length")
     assert_refused(refused, 2, "the Ray cluster cannot be joined: Failed to connect to Ray cluster at ")
     assert refused[1].endswith("is its token another than the one of this node, in RAY_AUTH_TOKEN?")
     doctor = [str(nodes.programs / "python"), "-m", "hydra_engine", "doctor", "--cluster", "ray"]
@@ -159,7 +157,7 @@ def test_cpus_that_others_use(refusal: Refusal, nodes: RayNodes) -> None:
     holder = subprocess.Popen(command, env=nodes.environment, stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        refused = refusal("E@b:cpu+PD@a", limit_s=PLACE_S + 30.0)
+        refused = refusal("E@b:cpu+PD@a")
         assert_refused(refused, 4, "what the topology needs is not free on node b: others use CPUs or GPUs there")
     finally:
         holder.kill()
@@ -180,7 +178,7 @@ def test_a_node_that_dies_while_its_instance_starts(refusal: Refusal, nodes: Ray
     killing = threading.Thread(target=kill)
     killing.start()
     try:
-        refused = refusal("E@dying:cpu+PD@a", limit_s=60.0)
+        refused = refusal("E@dying:cpu+PD@a")
     finally:
         killing.join()
         nodes.end("dying")

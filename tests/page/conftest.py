@@ -150,12 +150,12 @@ class Loop:
             self._closers.append(listening)
             served.url = listening.url
 
-        asyncio.run_coroutine_threadsafe(listen_here(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(listen_here(), self._loop).result(30)
         return served
 
     def close(self) -> None:
         for listening in self._closers:
-            asyncio.run_coroutine_threadsafe(listening.close(), self._loop).result(10)
+            asyncio.run_coroutine_threadsafe(listening.close(), self._loop).result(30)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

@@ -202,7 +202,7 @@ def test_an_answer_grows_where_it_stands_and_stop_keeps_what_is_there(served: Sc
 
 @pytest.mark.slow
 def test_what_a_request_waits_for_stands_where_its_answer_will(served: Scripted, new_tab: OpenTab) -> None:
-    served.engine.intake_s = 30.0
+    served.engine.intake_s = 600
     tab = new_tab(served.url).open()
     with tab.page.expect_request("**/v1/chat/completions") as waiting:
         tab.ask("Describe both.")

@@ -194,7 +194,7 @@ def test_closing_ends_a_busy_child_and_a_starting_one(make: Make) -> None:
             host.close()
             assert not is_running(pid)
             with pytest.raises(EngineClosed):
-                job.result(5)
+                job.result(30)
         assert host.pids() == []
         for again in (host.start, lambda host=host: host.warm_up(1)):
             with pytest.raises(EngineClosed):

@@ -45,7 +45,7 @@ def call(*arguments):
 def thread():
     done = threading.Event()
     threading.Thread(target=done.set).start()
-    return done.wait(10)
+    return done.wait(30)
 
 def answer(job, memory):
     try:

@@ -94,7 +94,7 @@ def test_broken_pictures_keep_the_child(decoders: Decoders, encoded: Encode, pic
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_decoder_that_fails_costs_one_picture(encoded: Encode, picture: Picture, fault: str) -> None:
     decoders = Decoders(
-        [sys.executable, "-c", FAULTY.format(fault=FAULTS[fault])], answer_seconds=1 if fault == "sleep" else 20
+        [sys.executable, "-c", FAULTY.format(fault=FAULTS[fault])], answer_seconds=1 if fault == "sleep" else 60
     )
     good, bad = encoded(picture(40, 30)), encoded(picture(13, 13))
     try:
@@ -103,7 +103,7 @@ def test_a_decoder_that_fails_costs_one_picture(encoded: Encode, picture: Pictur
         begin = time.monotonic()
         with pytest.raises(InvalidImage, match="decoder failed") as caught:
             decoders.render(job(bad))
-        assert time.monotonic() - begin < 10 and "status" not in caught.value.message
+        assert time.monotonic() - begin < 30 and "status" not in caught.value.message
         assert not is_running(doomed) and decoders.pictures.pids() == []
         assert decoders.render(job(good)) == expected(good)
     finally:

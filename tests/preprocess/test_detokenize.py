@@ -212,7 +212,7 @@ def test_matching_does_not_depend_on_how_the_text_is_cut(pieces: list[str], stop
 
 def test_hostile_stop_strings_cost_little() -> None:
     stops = ["a" * (255 - index) + "b" for index in range(16)]
-    matcher, begin = StopMatcher(stops), time.perf_counter()
+    matcher, begin = StopMatcher(stops), time.thread_time()
     for _ in range(500):
         matcher.match("aaaa")
-    assert time.perf_counter() - begin < 1.0
+    assert time.thread_time() - begin < 1.0

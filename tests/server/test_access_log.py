@@ -113,7 +113,7 @@ async def test_a_line_for_every_way_to_end(serve: Serve, lines: Lines) -> None:
         assert response.status == 200
         await response.read()
     served.engine.error = None
-    served.engine.prefill_s = 30
+    served.engine.prefill_s = 600
     reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
     writer.write(request_bytes(stream=False))
     await until(lambda: len(served.engine.submissions) == 2)

@@ -152,7 +152,7 @@ def test_sighup_reads_the_file_again(
 def _status(url: str, key: str) -> int:
     request = urllib.request.Request(url, headers={"X-Api-Key": key})
     try:
-        with urllib.request.urlopen(request, timeout=5) as response:
+        with urllib.request.urlopen(request, timeout=30) as response:
             return int(response.status)
     except urllib.error.HTTPError as error:
         error.close()

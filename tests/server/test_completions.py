@@ -226,7 +226,7 @@ async def test_prompt_logprobs_and_token_ids_in_vllms_form(served: Served) -> No
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_one_bad_prompt_fails_the_request_before_it_streams(served: Served, stream: bool) -> None:
-    served.engine.token_s = 5.0
+    served.engine.token_s = 600
     served.engine.bad_prompt = "bad"
     body = {"prompt": ["a b", "c", "bad"], "stream": stream}
     async with served.post("/v1/completions", body) as response:
@@ -250,7 +250,7 @@ async def test_a_failure_of_one_prompt_ends_the_others(served: Served, stream: b
 
 
 async def test_leaving_cancels_all_prompts(served: Served) -> None:
-    served.engine.token_s = 5.0
+    served.engine.token_s = 600
     for stream in (True, False):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.3):

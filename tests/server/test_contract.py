@@ -74,10 +74,10 @@ def url(engine: StubEngine) -> Iterator[str]:
 
     thread = threading.Thread(target=run)
     thread.start()
-    assert started.wait(10)
+    assert started.wait(30)
     yield found[0].url
     loop.call_soon_threadsafe(loop.stop)
-    thread.join(10)
+    thread.join(30)
 
 
 @pytest.fixture(scope="module")

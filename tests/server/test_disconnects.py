@@ -68,7 +68,7 @@ class Rig:
 
     async def stands_still(self) -> None:
         """An instance is at a point in its own loop, where it answers nobody."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while True:
                 try:
                     await asyncio.wait_for(self.engine.aledger(), 0.1)
@@ -97,7 +97,7 @@ class Client:
 
     async def tokens(self, count: int) -> None:
         for _ in range(count):
-            await asyncio.wait_for(self.reader.readuntil(b'"content":"'), 10)
+            await asyncio.wait_for(self.reader.readuntil(b'"content":"'), 30)
 
     async def text(self) -> str:
         found = ""
@@ -264,7 +264,7 @@ async def test_after_the_last_token(one: Rig) -> None:
 
     async def reach() -> Client:
         client = await one.ask(max_tokens=3)
-        await asyncio.wait_for(client.reader.readuntil(b'"finish_reason":"length"'), 10)
+        await asyncio.wait_for(client.reader.readuntil(b'"finish_reason":"length"'), 30)
         return client
 
     await both(one, reach)

@@ -96,7 +96,7 @@ async def test_a_client_of_http_1_0_gets_no_chunks(served: Served, handles: list
         handles[0].feed(Piece(f"{number} ", (number,)))
         await asyncio.sleep(0)
     end(handles[0], "")
-    answer = await asyncio.wait_for(reader.read(), 5)
+    answer = await asyncio.wait_for(reader.read(), 30)
     writer.close()
     head, _, body = answer.partition(b"\r\n\r\n")
     assert b"chunked" not in head and forwarded == []
@@ -125,7 +125,7 @@ async def test_a_slow_reader_of_a_forwarded_stream_is_cut_off(
     client.connect(("127.0.0.1", served.port))
     client.sendall(request_bytes(stream=True))
     await until(lambda: bool(handles))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         while not served.engine.cancelled:
             handles[0].feed(Piece("x" * 20_000, (1,)))
             await asyncio.sleep(0.002)

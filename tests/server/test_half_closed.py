@@ -39,7 +39,7 @@ async def half_closed(served: Served, sent: bytes) -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
     writer.write(sent)
     writer.write_eof()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         found = await reader.read()
     writer.close()
     return found
@@ -100,7 +100,7 @@ async def test_an_idle_connection_that_is_half_closed_ends(served: Served) -> No
     await reader.readuntil(b"\r\n\r\n")
     await asyncio.sleep(0.05)
     writer.write_eof()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await reader.read()
     writer.close()
 

@@ -80,7 +80,7 @@ async def test_load_counts_generations(served: Served) -> None:
             return int((await response.json())["server_load"])
 
     assert await load() == 0
-    served.engine.prefill_s = 30
+    served.engine.prefill_s = 600
     asking = [asyncio.create_task(served.chat().__aenter__()) for _ in range(2)]
     await until(lambda: len(served.engine.submissions) == 2)
     assert await load() == 2

@@ -73,7 +73,7 @@ async def test_later_ones_are_told_together(caplog: pytest.LogCaptureFixture, mo
 
 @pytest.mark.slow
 async def test_only_requests_that_wait_are_told_of(served: Served, caplog: pytest.LogCaptureFixture) -> None:
-    served.engine.prefill_s = 30
+    served.engine.prefill_s = 600
     for is_waiting in (False, True):
         asked = asyncio.create_task(served.chat().__aenter__()) if is_waiting else None
         await until(lambda: served.lifecycle.num_running == (1 if asked else 0))  # noqa: B023 - it is waited for

@@ -311,7 +311,7 @@ async def test_what_must_not_be_tried_again_is_not(serve: Serve) -> None:
 
 async def test_timeouts_cancel(serve: Serve) -> None:
     stub = await serve()
-    stub.engine.prefill_s = 30
+    stub.engine.prefill_s = 600
     for found in await in_both(stub, ask, timeout=0.3):
         assert isinstance(found, openai.APITimeoutError)
     await until(lambda: len(stub.engine.cancelled) == 2 and stub.lifecycle.num_running == 0)

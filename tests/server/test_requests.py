@@ -62,7 +62,7 @@ async def test_it_ends_at_whatever_it_waits_for(served: Served, name: str, phase
 
 
 async def test_its_client_is_told_not_to_try_again(served: Served) -> None:
-    served.engine.prefill_s = 30
+    served.engine.prefill_s = 600
 
     async def ask() -> str:
         async with served.post(CHAT, chat_body(), headers={"X-Request-Id": "mine"}) as response:
@@ -75,7 +75,7 @@ async def test_its_client_is_told_not_to_try_again(served: Served) -> None:
 
 
 async def test_all_with_exactly_this_id(served: Served) -> None:
-    served.engine.prefill_s = 30
+    served.engine.prefill_s = 600
     same = [start(served, "same") for _ in range(3)]
     other = start(served, "same2")
     await until(lambda: len(served.engine.submissions) == 4)
@@ -98,7 +98,7 @@ async def test_all_with_exactly_this_id(served: Served) -> None:
     ],
 )
 async def test_the_ids_of_all_endpoints(served: Served, path: str, body: dict[str, Any], name: str) -> None:
-    served.engine.prefill_s = 30
+    served.engine.prefill_s = 600
     waiting = start(served, "mine", path, **body)
     await until(lambda: len(served.engine.submissions) == 1)
     assert (await end(served, name))[1]["ended"] == 1
@@ -130,7 +130,7 @@ async def tenants() -> AsyncIterator[Served]:
 
 
 async def test_requests_of_others_are_out_of_reach(tenants: Served) -> None:
-    tenants.engine.prefill_s = 30
+    tenants.engine.prefill_s = 600
     mine = start(tenants, "same", headers={"X-Tenant": "one"})
     theirs = start(tenants, "same", headers={"X-Tenant": "two"})
     await until(lambda: len(tenants.engine.submissions) == 2)

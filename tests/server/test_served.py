@@ -430,7 +430,7 @@ def test_a_second_signal_ends_at_once() -> None:
         served.process.send_signal(signal.SIGTERM)
         time.sleep(0.2)
         served.process.send_signal(signal.SIGTERM)
-        assert served.process.wait(10) != 0
+        assert served.process.wait(30) != 0
         stream.close()
     served.end()
 

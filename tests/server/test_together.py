@@ -85,7 +85,7 @@ async def test_two_requests_sent_at_once_on_one_connection(served: Served) -> No
         wire += f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
     reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
     writer.write(wire)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         for word in ("one", "two"):
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
             [length] = [int(line.split()[1]) for line in head.splitlines() if line.startswith("Content-Length")]

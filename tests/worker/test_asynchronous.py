@@ -262,7 +262,7 @@ def test_a_device_that_failed_ends_the_instance(rig: Rig, device: LateDevice) ->
     rig.add(request)
     device.broken = True
     rig.submit(*prefill(rig, request))
-    assert rig.woken.wait(10)
+    assert rig.woken.wait(30)
     with pytest.raises(BackendError, match="has failed"):
         rig.worker.poll()
 

@@ -52,7 +52,7 @@ def test_a_step_whose_launch_broke_the_device_is_not_run_again_row_by_row(asynch
     for request in requests:
         rig.add(request)
     rig.submit(*(rig.row(request, 0, [5, 6], 0) for request in requests))
-    assert rig.woken.wait(10)
+    assert rig.woken.wait(30)
     with pytest.raises(BackendError, match="has failed"):
         rig.worker.poll()
     assert model.row_counts == [3]
@@ -81,7 +81,7 @@ def test_a_bug_in_a_lane_ends_the_worker_too(monkeypatch: pytest.MonkeyPatch) ->
         request = make_request(1, [5, 6])
         rig.add(request)
         rig.submit(rig.row(request, 0, [5, 6], 0))
-        assert rig.woken.wait(10)
+        assert rig.woken.wait(30)
         with pytest.raises(AssertionError, match="somebody else's"):
             rig.worker.poll()
         rig.worker.close()

@@ -295,7 +295,7 @@ def test_results_of_a_lane_come_in_order_and_wake_the_loop(rig: Rig) -> None:
         rig.worker.submit_language(plan_of(step, (row,)))
     seen = []
     while len(seen) < 5:
-        assert rig.woken.wait(10)
+        assert rig.woken.wait(30)
         rig.woken.clear()
         seen += [result.step_id for result in rig.worker.poll()]
     assert seen == steps
