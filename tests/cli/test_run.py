@@ -149,7 +149,7 @@ def test_no_process_is_left(when: str, end: Callable[[Terminal], int], code: int
 
 @pytest.mark.slow
 def test_an_instance_that_dies_is_started_again(environment: dict[str, str]) -> None:
-    with started(environment, "--temperature", "0") as terminal:
+    with started(environment, "--temperature", "0", "--recovery-s", "60") as terminal:
         terminal.until(PROMPT)
         instance = next(
             child.pid

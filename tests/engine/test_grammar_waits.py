@@ -126,7 +126,7 @@ def test_an_instance_that_dies_while_it_compiles_is_replaced(
     make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults.enable(monkeypatch)
-    engine = make_engine(topology="2EPD")
+    engine = make_engine(topology="2EPD", recovery_s=30.0)
     set_fault(engine.frontend, "eng.before_compile", "kill", "times=1", engine.instances()[0].name)
     handles = [engine.submit("x", sampling=bound_by(f"[a-c]{{{i}}}")) for i in range(1, 5)]
     for count, handle in enumerate(handles, start=1):

@@ -140,7 +140,7 @@ def test_preempted_requests_go_on_where_they_were(make_engine: EngineFactory) ->
 
 @pytest.mark.slow
 def test_a_request_whose_instance_dies_goes_on_in_its_grammar(make_engine: EngineFactory) -> None:
-    engine = make_engine(topology="2EPD")
+    engine = make_engine(topology="2EPD", recovery_s=30.0)
     expression = "([a-z]{2}[0-9]{3} ){30}"
     sampling = SamplingParams(temperature=1.0, seed=3, max_tokens=200, grammar=Grammar("regex", expression))
     expected = engine.generate("abc", sampling=sampling)

@@ -69,8 +69,19 @@ export class BrowserStore {
     await this.#run("readwrite", (talks, media) => [talks.clear(), media.clear()]);
   }
 
-  /** Runs `work(talks, media)` in one transaction; returns, once it is committed, what its requests or its promise gave. */
+  /** Runs `work(talks, media)` in one transaction; returns, once it is committed, what its requests or its promise gave.
+   *  Runs it once more if the database was closed under it, for example because it is cleared: nothing was written then. */
   async #run(mode, work) {
+    try {
+      return await this.#transact(mode, work);
+    } catch (error) {
+      if (error?.name === "QuotaExceededError") throw error;
+      this.#opening = null;
+      return this.#transact(mode, work);
+    }
+  }
+
+  async #transact(mode, work) {
     this.#opening ??= open(() => { this.#opening = null; });
     const transaction = (await this.#opening).transaction([TALKS, MEDIA], mode);
     const done = new Promise((resolve, reject) => {
