@@ -230,7 +230,7 @@ async def test_clients_take_the_threads_in_turn() -> None:
 
 async def test_cancelled_waiting_work_never_runs_and_frees_its_place() -> None:
     pool, gate, ran = WorkerPool("t", num_workers=1, max_waiting=2, noun="jobs"), threading.Event(), []
-    running = asyncio.create_task(pool.run("a", gate.wait, 10))
+    running = asyncio.create_task(pool.run("a", gate.wait, 60))
     waiting = asyncio.create_task(pool.run("a", ran.append, 1))
     await asyncio.sleep(0.01)
     waiting.cancel()
@@ -241,7 +241,7 @@ async def test_cancelled_waiting_work_never_runs_and_frees_its_place() -> None:
     running.cancel()  # what runs goes on, but nobody waits for it
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert time.monotonic() - begin < 1
+    assert time.monotonic() - begin < 30
     gate.set()
     await until_idle(pool, 1)
     pool.close()

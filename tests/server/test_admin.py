@@ -121,7 +121,7 @@ async def test_not_while_it_loads_or_drains(governed: Served) -> None:
 
 
 async def test_one_change_at_a_time(governed: Served) -> None:
-    governed.engine.switch_s = 0.3
+    governed.engine.switch_s = 1.0
     first = asyncio.create_task(change(governed, {"topology": "EP+D"}))
     await asyncio.sleep(0.1)
     status, answer = await change(governed, {"topology": "E+PD"})
@@ -131,7 +131,7 @@ async def test_one_change_at_a_time(governed: Served) -> None:
 
 
 async def test_a_change_goes_on_when_its_client_leaves(governed: Served) -> None:
-    governed.engine.switch_s = 0.3
+    governed.engine.switch_s = 1.0
     asking = asyncio.create_task(change(governed, {"topology": "EP+D"}))
     await asyncio.sleep(0.1)
     asking.cancel()

@@ -315,11 +315,11 @@ async def test_a_large_body_is_refused_while_it_comes(narrow: Any, length: int |
 async def test_a_body_has_a_least_rate(serve: Serve) -> None:
     served = await serve(body_timeout_s=6)
     stalled, unfinished = await send(served.port, head(1000) + b"x" * 999)
-    body = b'{"prompt": "a"' + b" " * 1500 + b"}"
+    body = b'{"prompt": "a"' + b" " * 6000 + b"}"
     reader, writer = await send(served.port, head(len(body)))
-    for start in range(0, len(body), 400):  # more than a second in all
-        await asyncio.sleep(0.3)
-        writer.write(body[start : start + 400])
+    for start in range(0, len(body), 1000):  # more than a second in all
+        await asyncio.sleep(0.2)
+        writer.write(body[start : start + 1000])
     assert (await asyncio.wait_for(reader.readuntil(b"}}"), 30)).startswith(b"HTTP/1.1 200 ")
     told = await asyncio.wait_for(stalled.readuntil(b"}}"), 30)
     assert told.startswith(b"HTTP/1.1 408 ") and b"slower than 1024 bytes a second for 1 s" in told

