@@ -14,7 +14,7 @@ from tests.emulated.cuda import emulated_cuda
 from tests.emulated.process import FINDINGS
 from tests.gpu import test_instances as cases
 
-pytestmark = [pytest.mark.slow, pytest.mark.drawn, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.drawn]
 
 expected, hybrid, tiny = cases.expected, cases.hybrid, cases.tiny
 for _name, _case in vars(cases).items():

@@ -87,5 +87,5 @@ def test_the_scheduler_passes_its_tests_without_the_optional_parts(tmp_path: Pat
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", "tests/scheduler"]
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=450)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -19,7 +19,6 @@ CASES = ("cases_device.py", "cases_rules.py", "cases_cache.py", "cases_split.py"
 
 # The first time compiles for some twenty seconds of processor time.
 @pytest.mark.slow  # compiles all kernels and runs all cases: a third of a minute of a core
-@pytest.mark.timeout(480)
 def test_every_case_passes_under_the_sanitizers() -> None:
     cxx = build.compiler()
     if cxx is None:

@@ -19,7 +19,7 @@ from tests.engine.conftest import assert_at_rest
 from tests.nodes.tcp_launcher import TcpLauncher
 from tools.miniatures import make_tiny
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 REQUESTS = mixture()
 OPTIONS: dict[str, Any] = {"threads": 1, "block_size": 4, "num_kv_blocks": 512, "decode_workers": 1, "token_budget": 24}

@@ -21,7 +21,7 @@ from tests.packaging.test_deploy import DEPLOY, compose, kuberay, text_of
 from tests.server.test_served import QUESTIONS, Served, content_of
 
 __all__ = ["programs"]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 HOSTS = {"a": "127.0.0.1", "b": "127.0.0.2", "c": "127.0.0.3"}
 
 

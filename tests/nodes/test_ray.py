@@ -282,7 +282,6 @@ TEXT = next(question for question in QUESTIONS if not question["picture"])
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(480)
 def test_two_nodes_answer_as_one_and_any_of_them_may_die(nodes: RayNodes) -> None:
     command = [str(nodes.programs / "python"), *COMMAND[1:]]
     options = ["--cluster", "ray", "--ray-address", nodes.address, "--topology", "E@encoder+PD@a"]
@@ -338,7 +337,6 @@ sys.exit(5)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_without_its_head_a_process_has_its_time_and_ends_with_its_own_exit_code(programs: Path) -> None:
     with cluster(programs, "127.0.0.1") as started:
         (head,) = [pid for pid in descendants(started.processes["a"].pid) if is_named(pid, "gcs_server")]
@@ -374,7 +372,6 @@ asyncio.run(main())
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_what_ray_prints_is_not_among_answers(nodes: RayNodes, tmp_path: Path) -> None:
     command = [str(nodes.programs / "python"), "-c", SPEAKING, nodes.address]
     answers, log = tmp_path / "answers", tmp_path / "log"

@@ -20,7 +20,7 @@ from tests.server.test_served import DEMO, ROOT, Served
 from tools.miniatures import make_tiny
 
 __all__ = ["programs"]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 # Another version of the engine, with everything else of this one.
 OTHER_VERSION = """

@@ -152,7 +152,7 @@ def test_the_end_ends_what_starts_and_what_waits(make: Make) -> None:
             with pytest.raises(HydraError) as caught:
                 task.result(30)
             assert isinstance(caught.value, EngineClosed)
-    assert processor._host.pids() == []
+    until(lambda: processor._host.pids() == [])  # a thread that started one more notices its end
 
 
 @pytest.mark.parametrize(
