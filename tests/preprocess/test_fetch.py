@@ -466,8 +466,9 @@ async def test_one_slow_host_keeps_nobody_from_another(
             return type(error)
 
     slow = [asyncio.create_task(ask("slow.test")) for _ in range(6)]
-    while len(host.requests) < 2:  # noqa: ASYNC110 - nobody tells
-        await asyncio.sleep(0.001)
+    async with asyncio.timeout(30):
+        while len(host.requests) < 2:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.001)
     assert await ask("quick.test") == BODY
     assert len(host.requests) == 3  # two of the slow host's
     found = await asyncio.gather(*slow)

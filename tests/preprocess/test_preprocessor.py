@@ -377,8 +377,9 @@ async def test_cancelling_stops_every_fetch(make_preprocessor: Any, monkeypatch:
     kitchen = make_preprocessor()
     before = len(asyncio.all_tasks())
     task = asyncio.create_task(kitchen.prepare("x", [f"https://h.test/{i}" for i in range(5)]))
-    while len(running) < 5:  # noqa: ASYNC110 - nobody tells
-        await asyncio.sleep(0.001)
+    async with asyncio.timeout(30):
+        while len(running) < 5:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.001)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

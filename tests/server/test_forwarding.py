@@ -125,7 +125,7 @@ async def test_a_slow_reader_of_a_forwarded_stream_is_cut_off(
     client.connect(("127.0.0.1", served.port))
     client.sendall(request_bytes(stream=True))
     await until(lambda: bool(handles))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(20):
         while not served.engine.cancelled:
             handles[0].feed(Piece("x" * 20_000, (1,)))
             await asyncio.sleep(0.002)
