@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -28,7 +28,7 @@ from hydra_engine import Engine
 from hydra_engine.core.instances import Condition
 from hydra_engine.core.outputs import Result
 from hydra_engine.errors import HydraError
-from tests.campaigns.restless import Footprint, RestlessEngine, footprint
+from tests.campaigns.restless import Footprint, RestlessEngine, footprint, growth
 from tools.miniatures import make_tiny
 
 ANSWER_S = 30.0  # a request without an answer for this long is lost
@@ -168,18 +168,6 @@ def footprints(engine: Engine) -> dict[str, Footprint]:
     return footprints | {"front": front}
 
 
-def growth(engine: Engine, before: dict[str, Footprint], within_s: float = 5.0) -> list[str]:
-    """Sentences on processes whose counts exceed those of before. A restarted instance needs no more than its first
-    incarnation; resources of a dead peer may take a moment to be freed."""
-    deadline = time.monotonic() + within_s
-    while True:
-        after = footprints(engine)
-        grown = [f"{name} has {now}, before {before[name]}" for name, now in after.items() if now.grown(before[name])]
-        if not grown or time.monotonic() > deadline:
-            return grown
-        time.sleep(0.05)
-
-
 def left_over(pids: set[int]) -> list[str]:
     """Processes of ours that still live, and shared memory with a name."""
     problems = [f"process {pid} is left" for pid in pids if Path(f"/proc/{pid}").exists()]
@@ -218,7 +206,7 @@ def campaign(
         tally = fight.run(kills, random.Random(seed), stops=stops, targets=targets)
         pids |= {i.pid for i in engine.instances() if i.pid is not None}
         tally.leaks += at_rest(engine)
-        tally.leaks += growth(engine, before)
+        tally.leaks += growth(partial(footprints, engine), before)  # restarted instances need no more
     tally.leaks += left_over(pids)
     return tally
 

@@ -37,7 +37,7 @@ from typing import Any
 
 from bench.common import card, emit, write_document
 from tests.campaigns.hosts import NETWORK, SANDBOX, Host, Switch, configure, find_obstacle
-from tests.campaigns.restless import Footprint, footprint
+from tests.campaigns.restless import Footprint, footprint, growth
 from tests.faults.server import COMMAND
 from tests.server.test_served import QUESTIONS, Served, content_of
 from tools import ray_environment
@@ -48,7 +48,7 @@ PORT = 6379
 REFUSED_S = 6.0  # `--recovery-s`, and a second for clients and a frontend that wait for busy cores
 FENCE_S = 10.0
 BEFORE_S, AFTER_S, HELD_S = 1.5, 2.0, 6.0  # of load around a fault, and of a fault that ends by itself
-READY_S = 150.0  # for the topology to be whole again
+READY_S = 300.0  # for the topology to be whole again
 REST_S = 10.0
 STOPPED_S = 0.1  # for what an instance has sent before it was stopped to arrive
 NUM_CLIENTS = 6
@@ -345,8 +345,7 @@ def run(programs: Path) -> dict[str, Any]:
                 time.sleep(BEFORE_S)
             before = campaign.footprints()
             faults(campaign, deployment)
-            after = campaign.footprints()
-            problems += [f"{n} has {now}, before {before[n]}" for n, now in after.items() if now.grown(before[n])]
+            problems += growth(campaign.footprints, before)
         finally:
             server.end()
             print("".join(server.log), file=sys.stderr)

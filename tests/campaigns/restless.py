@@ -6,12 +6,15 @@ For campaigns and tests that kill more often than the supervisor of a served eng
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from hydra_engine import Engine
 from hydra_engine.cluster.member import Pace
 from hydra_engine.cluster.supervisor import Supervisor
+from hydra_engine.config.engine import MediaConfig
 from hydra_engine.frontend.frontend import Frontend
 
 
@@ -28,8 +31,9 @@ class RestlessEngine(Engine):
 class Footprint:
     """Counts of one process, from /proc."""
 
-    descriptors: int
+    descriptors: int  # without those of `pixels`
     memfds: int  # of the descriptors
+    pixels: int  # memfds of children that decode, at least one per child: made for its first picture, whenever that is
     mappings: int  # of shared memory without a name
     threads: int
 
@@ -46,9 +50,24 @@ def footprint(pid: int) -> Footprint:
             targets.append(os.readlink(process / "fd" / descriptor))
         except FileNotFoundError:
             continue  # closed meanwhile
+    pixels = sum(target.startswith("/memfd:pixels") for target in targets)
     return Footprint(
-        descriptors=len(targets),
-        memfds=sum(target.startswith("/memfd:") for target in targets),
+        descriptors=len(targets) - pixels,
+        memfds=sum(target.startswith("/memfd:") for target in targets) - pixels,
+        pixels=max(pixels, MediaConfig().decode_workers),
         mappings=sum("/memfd:" in line for line in (process / "maps").read_text().splitlines()),
         threads=len(os.listdir(process / "task")),
     )
+
+
+def growth(
+    footprints: Callable[[], Mapping[str, Footprint]], before: Mapping[str, Footprint], within_s: float = 10.0
+) -> list[str]:
+    """Sentences on processes whose counts exceed those of before. What ended just now may take a moment to be freed."""
+    deadline = time.monotonic() + within_s
+    while True:
+        after = footprints()
+        grown = [f"{name} has {now}, before {before[name]}" for name, now in after.items() if now.grown(before[name])]
+        if not grown or time.monotonic() > deadline:
+            return grown
+        time.sleep(0.05)

@@ -14,6 +14,7 @@ from tools import ray_environment
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)  # seven faults, after each of which Ray and instances start again
 def test_each_request_is_answered_as_by_one_instance_or_refused_in_time(tmp_path: Path) -> None:
     if obstacle := find_obstacle():
         pytest.skip(f"no hosts can be made here: {obstacle}")
