@@ -122,7 +122,7 @@ def context(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)  # compiles
 @pytest.mark.skipif(not (ROOT / "build" / "native").exists(), reason="nothing is built here yet")
 def test_the_wheel_of_an_image_is_built_of_what_dockerignore_lets_through(tmp_path: Path) -> None:
     source = tmp_path / "src"
