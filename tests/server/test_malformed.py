@@ -21,7 +21,7 @@ from hydra_engine.server.http import strict_json
 from hydra_engine.server.protocol.chat import ChatCompletionRequest
 from tests.campaigns import fuzz
 from tests.campaigns.hostile import CLOSED, Case, cases
-from tests.campaigns.restless import footprint
+from tests.campaigns.restless import Footprint, footprint
 from tests.server.conftest import Served, chat_body
 
 NUM_CLASSES = len({case.name for case in cases(0, 200)})
@@ -130,6 +130,29 @@ async def test_the_campaign_notices_changed_streams_and_growth(served: Served) -
     assert told == await fuzz.golden(served.port, chat_body("one two three", stream=True))
     now = footprint(os.getpid())
     assert replace(now, descriptors=now.descriptors + 1).grown(now) and not now.grown(now)
+
+
+@pytest.mark.parametrize(
+    ("names", "has_grown"),
+    [(["pixels"] * 2, False), (["pixels"] * 3, True), (["hydra-engine"], True), (["pixels", "words"], True)],
+)
+def test_memory_of_decoders_grows_up_to_one_each(names: list[str], has_grown: bool) -> None:
+    assert holding(names).grown(holding([])) == has_grown
+    assert holding(names).grown(holding(["pixels"])) == has_grown
+
+
+def holding(names: list[str]) -> Footprint:
+    """Footprint of a process that holds memfds of these names."""
+    descriptors = [os.memfd_create(name) for name in names]
+    try:
+        with subprocess.Popen(["sleep", "600"], pass_fds=descriptors) as process:
+            try:
+                return footprint(process.pid)
+            finally:
+                process.kill()
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 # ---- bodies that would hold the loop
